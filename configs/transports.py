@@ -29,6 +29,8 @@ class TransportRow:
     (`learner.lora.publish=adapter`)."""
     brings_older: bool = True
     """Versions that are not the newest any more may be brought."""
+    brings_parts: bool = False
+    """Brings versions whose rows lie on several hosts of the learner's ranks."""
     vllm_engine: str | None = None
     """vLLM's weight-transfer engine that a generator on a GPU starts."""
 
@@ -54,13 +56,17 @@ class Transport(StrEnum):
             module="sync.transports.auto",
             serves_hosts=TransportUse.where_it_helps,
             copies_to_device=TransportUse.where_it_helps,
+            brings_parts=True,
             vllm_engine="ipc",
         ),
     )
     """Through memory on the learner's host (and its GPU, where an engine shares it), over `tcp` elsewhere."""
     shared_memory = "shared_memory", TransportRow(module="sync.transports.shared_memory")
     """Through memory, on the learner's host only."""
-    tcp = "tcp", TransportRow(module="sync.transports.tcp", serves_hosts=TransportUse.always)
+    tcp = (
+        "tcp",
+        TransportRow(module="sync.transports.tcp", serves_hosts=TransportUse.always, brings_parts=True),
+    )
     """Over ZeroMQ, to any host."""
     disk = "disk", TransportRow(module="sync.transports.disk", shares_folder=True)
     """Through `sync.folder`, for hosts that share a file system. At the end the folder is a model folder."""

@@ -47,12 +47,21 @@ class Feed:
     """One rank's end. The first rank of all learns whether there is a next step; then the first rank of each
     host fetches the batch."""
 
-    def __init__(self, source: FeedSource, world: World, log: Callable[[str], None], host: str = "") -> None:
+    def __init__(
+        self,
+        source: FeedSource,
+        world: World,
+        log: Callable[[str], None],
+        host: str = "",
+        before_wait: Callable[[], None] | None = None,
+    ) -> None:
         """Collective. `host` is a name that the ranks of one host have in common; empty: see `identify_host`.
 
-        `log` is called every now and then while there is no batch, with what is waited for.
+        `log` is called every now and then while there is no batch, with what is waited for. `before_wait` is
+        called by the rank that asks the buffer when the batch is not there yet: it may depend on what the
+        rank has to do first.
         """
-        self._source, self._world, self._log = source, world, log
+        self._source, self._world, self._log, self._before_wait = source, world, log, before_wait
         self._host = host or identify_host()
         hosts = [message.decode() for message in world.gather_messages(self._host.encode())]
         self._fetches = hosts.index(self._host) == world.rank
@@ -125,6 +134,11 @@ class Feed:
         return msgspec.json.decode(reason, type=str | None)
 
     def _ask_buffer(self, step: int) -> TakenBatch | m.RunStopped:
+        if self._before_wait is not None:
+            taken = self._source.take_batch(step, 0.0)
+            if not isinstance(taken, m.NotReadyYet):
+                return taken
+            self._before_wait()
         while isinstance(taken := self._source.take_batch(step, PATIENCE_S), m.NotReadyYet):
             self._log(f"waiting: {taken.waiting_for}")
         return taken

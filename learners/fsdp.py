@@ -34,9 +34,10 @@ from learners.engine import LossFn, ModelKind, Share
 from learners.heads import LogprobHead, ValueHead
 from learners.packing import Packed, pad_packed
 from learners.routing import ForwardPass, LoadBalance, check_replay, watch_routers
-from learners.shards import sharded_like
+from learners.published_experts import ExpertNames, find_expert_names
+from learners.shards import find_own_rows, sharded_like
 from learners.world import LONG_TIMEOUT, wait_for_first_rank
-from sync.stream import BUCKET_BYTES, TensorPart, stream_tensor, whole_parts
+from sync.stream import BUCKET_BYTES, TensorPart, stream_rows, stream_tensor, whole_parts
 
 
 class FsdpEngine:
@@ -61,7 +62,7 @@ class FsdpEngine:
         aux_loss_coefficient: float = 0.0,
         router_replay: bool = False,
     ) -> None:
-        """`bucket_bytes`: size of the weights that are gathered at a time for publication.
+        """`bucket_bytes`: size of the weights that are cast at a time for publication.
         `entropy_gradient`: a loss may have a gradient through the entropy, which costs memory for another
         [chunk, vocabulary]. `aux_loss_coefficient` is for a mixture's load balancing, and with
         `router_replay` tokens go to the experts that a batch records (`learners.routing`).
@@ -317,23 +318,24 @@ class FsdpEngine:
 
     # ---- publication
 
-    def _find_published_name(self, name: str) -> str | None:
-        """Returns the parameter's Hugging Face name; None for one that is published as several (the experts
-        of a layer).
-
-        Making several of one needs it whole, so such a parameter cannot be streamed bucket by bucket.
-        """
-        probe = torch.empty(self._named[name].shape, device="meta")
+    def _find_published_name(self, name: str) -> str | ExpertNames | None:
+        """Returns the parameter's Hugging Face name, or the names of the experts that it stacks; None for one
+        that is published in other pieces."""
+        shape = self._named[name].shape
+        probe = torch.empty(shape, device="meta")
         published = revert_weight_conversion(self._model, {adapters.base_name(name): probe})
-        return next((name for name, tensor in published.items() if tensor is probe), None)
+        whole = next((name for name, tensor in published.items() if tensor is probe), None)
+        return whole or find_expert_names(
+            lambda tensor: revert_weight_conversion(self._model, {name: tensor}), shape
+        )
 
     def stream_weights(self) -> Iterator[TensorPart]:
         """Yields parameters in the published dtype, and the model's buffers in their own (a router's
         correction bias, float32)."""
         if self._lora is not None and self._lora.publish is LoraPublish.adapter:
             for name, parameter in self._trained.items():
-                yield from stream_tensor(
-                    adapters.published_name(name), parameter.detach(), torch.float32, self._bucket_bytes
+                yield from self._stream_own_rows(
+                    adapters.published_name(name), parameter.detach(), torch.float32
                 )
             return
         merged = adapters.make_merges(self._model) if self._lora is not None else {}
@@ -341,18 +343,27 @@ class FsdpEngine:
             if adapters.is_adapter(name):
                 continue
             tensor = merged[name]() if name in merged else parameter.detach()
-            if (published := self._published_names[name]) is not None:
-                yield from stream_tensor(published, tensor, self._publish_dtype, self._bucket_bytes)
-                continue
-            # The cast comes first, so there is less to gather.
-            whole = tensor.to(self._publish_dtype).full_tensor()
-            if dist.get_rank() == 0:
-                yield from whole_parts(revert_weight_conversion(self._model, {name: whole.cpu()}))
-        # Every rank holds buffers whole, so the first one has nothing to gather.
+            published = self._published_names[name]
+            if isinstance(published, str):
+                yield from self._stream_own_rows(published, tensor, self._publish_dtype)
+            elif published is not None:
+                first, experts = find_own_rows(tensor)
+                for its_name, expert in published.split_experts(first, experts, self._bucket_bytes):
+                    yield from stream_tensor(its_name, expert, self._publish_dtype, self._bucket_bytes)
+            else:
+                # The cast comes first, so there is less to gather.
+                whole = tensor.to(self._publish_dtype).full_tensor()
+                if dist.get_rank() == 0:
+                    yield from whole_parts(revert_weight_conversion(self._model, {name: whole.cpu()}))
+        # Every rank holds buffers whole: the first one publishes them.
         if dist.get_rank() == 0:
             yield from whole_parts(
                 {name: buffer.detach().cpu() for name, buffer in _saved_buffers(self._model)}
             )
+
+    def _stream_own_rows(self, name: str, tensor: DTensor, dtype: torch.dtype) -> Iterator[TensorPart]:
+        first, rows = find_own_rows(tensor)
+        return stream_rows(name, tuple(tensor.shape), first, rows, dtype, self._bucket_bytes)
 
     # ---- checkpoints
 

@@ -1,8 +1,12 @@
 """The learner: trains on the buffer's batches, publishes a version after each step, writes checkpoints.
 
-publish version v ─▶ take the batch due at step v ─▶ one training step (`learners.step`) ─┐
-    ▲                                                                                     │
-    └────────────── checkpoint ◀── report of step v ◀── publish version v + 1 ◀───────────┘
+copy version v ─▶ take the batch due at step v ─▶ one training step (`learners.step`) ─┐
+    ▲     │                                                                             │
+    │     └─▶ a thread writes version v, then it is announced                           │
+    └──────────── checkpoint ◀── report of step v ◀── copy version v + 1 ◀──────────────┘
+
+A version is announced while the next step trains, or, where the buffer has no batch for that step, before the
+learner waits for one.
 
 Before the first batch, the learner compares its own log-probabilities with those of an engine that has
 sampled from the version it has published (`learners.parity`). `learners.startup` makes a learner.
@@ -11,7 +15,7 @@ sampled from the version it has published (`learners.parity`). `learners.startup
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,10 +32,9 @@ from learners.feed import PATIENCE_S, Feed
 from learners.memory import GIB, MemoryMeter
 from learners.packing import Batch, batch_from_arrow
 from learners.parity import ParityWatch, check_probe
+from learners.publication import Publication
 from learners.step import Trainer
 from learners.world import World
-from sync.publisher import Publisher
-from sync.stream import TensorPart
 
 log = logging.getLogger("slipstream.learner")
 
@@ -52,7 +55,8 @@ class BatchSource(Protocol):
 class Learner:
     """One rank of the learner.
 
-    All ranks train; only the first one publishes, reports to the buffer and completes checkpoints.
+    All ranks train and publish their rows; only the first one announces versions, reports to the buffer and
+    completes checkpoints.
     """
 
     def __init__(
@@ -61,7 +65,7 @@ class Learner:
         folder: Path,
         source: BatchSource,
         trainer: Trainer,
-        publisher: Publisher | None,
+        publication: Publication | None,
         world: World | None = None,
         writers: World | None = None,
         meter: MemoryMeter | None = None,
@@ -72,7 +76,7 @@ class Learner:
         probes: bool = False,
         say: Callable[[str], None] = lambda activity: None,
     ) -> None:
-        """`publisher` is None on all ranks but the first. `writers` is a second world of all ranks, for the
+        """`publication`: None where nothing is published. `writers` is a second world of all ranks, for the
         checkpoint's thread.
 
         `probes`: there are engines whose log-probabilities are compared with the learner's. `say` receives
@@ -80,9 +84,9 @@ class Learner:
         it.
         """
         self._config, self._folder, self._source, self._trainer = config, folder, source, trainer
-        self._publisher, self._rank, self._incarnation = publisher, rank, incarnation
+        self._publication, self._rank, self._incarnation = publication, rank, incarnation
         self._world, self._meter = world or World(), meter or MemoryMeter(cuda=False)
-        self._feed = Feed(source, self._world, self._log_wait)
+        self._feed = Feed(source, self._world, self._log_wait, before_wait=self._finish_publication)
         self._writer = checkpoint.CheckpointWriter(
             folder / "checkpoints", config.learner.keep_checkpoints, writers or World()
         )
@@ -95,7 +99,7 @@ class Learner:
         self._probe_metrics: dict[str, float] = {}
         """Figures of the newest probe, until the next step reports them."""
         self._began, self._say, self._activity = time.monotonic(), say, ""
-        trainer.report_progress = self._repeat_activity
+        trainer.report_progress = self._get_on_with_step
         trainer.watch = self._watch = ParityWatch(config) if probes else None
 
     def run(self) -> None:
@@ -119,6 +123,7 @@ class Learner:
                     self._begin_checkpoint()
                 if self._probes and is_probed(self._config, self.step):
                     self._compare_probe()
+            self._finish_publication()
             if self._saved_step != self.step:
                 self._begin_checkpoint()
             self._report_checkpoint(wait=True)
@@ -127,8 +132,8 @@ class Learner:
         finally:
             self._writer.close()
             self._source.close()
-            if self._publisher is not None:
-                self._publisher.close()
+            if self._publication is not None:
+                self._publication.close()
 
     def _begin_activity(self, activity: str) -> None:
         """Says what the rank does from now on.
@@ -173,32 +178,47 @@ class Learner:
         return max(float(peak) for peak in self._world.gather_messages(own.encode()))
 
     def _publish_version(self) -> None:
-        self._begin_activity(f"publishing version {self.step}")
+        """Begins to publish the version held: copies this rank's rows, which a thread writes."""
         if self._watch is not None:
             self._watch.published_at = time.time()
-        if self._publisher is None:
-            # The engine gathers the weights collectively: every rank takes part, and all but the first drop
-            # them.
-            for _ in self._stream_weights():
-                pass
+        if self._publication is None:
             return
-        manifest = self._publisher.publish_version(self.step, self._stream_weights())
-        announced = self._publisher.announce_version(manifest)
-        reply = self._source.call(
-            m.PublishVersion(version=self.step, manifest_locator=announced), m.PublishedVersion
-        )
-        self._publisher.needed_versions = frozenset(reply.needed_versions)
+        began = time.perf_counter()
+        self._finish_publication()
+        self._begin_activity(f"copying version {self.step}")
+        stream = self._trainer.models.policy.stream_weights
+        self._publication.begin_version(self.step, stream, self._repeat_activity)
+        self._publication.waited_s = time.perf_counter() - began
 
-    def _stream_weights(self) -> Iterator[TensorPart]:
-        """Yields the policy's weights part by part; each part shows that the publication gets on."""
-        for part in self._trainer.models.policy.stream_weights():
-            self._repeat_activity()
-            yield part
+    def _get_on_with_step(self) -> None:
+        """Called whenever a training step gets on: announces the version that has been written meanwhile."""
+        self._repeat_activity()
+        self._announce_version()
+
+    def _finish_publication(self) -> None:
+        """Waits for the version under way, if any, and announces it."""
+        self._announce_version(wait=True)
+
+    def _announce_version(self, *, wait: bool = False) -> None:
+        """Announces a version that has become complete. Raises the error that its publication has ended
+        with."""
+        if self._publication is None:
+            return
+        if wait and self._publication.is_under_way:
+            self._begin_activity("writing the newest version")
+        manifest = self._publication.take_complete(wait=wait, on_progress=self._repeat_activity)
+        if manifest is None or self._rank > 0:
+            return
+        request = m.PublishVersion(
+            version=manifest.version, manifest_locator=self._publication.announce(manifest)
+        )
+        reply = self._source.call(request, m.PublishedVersion)
+        self._publication.needed_versions = frozenset(reply.needed_versions)
 
     def _report_step(self, metrics: dict[str, float], num_trained: int) -> None:
         """Tells the buffer that the step is trained, with its metrics."""
         if self._rank == 0:
-            metrics |= self._publisher.metrics() if self._publisher is not None else {}
+            metrics |= self._publication.metrics() if self._publication is not None else {}
             report = m.ReportTrainedStep(
                 step=self.step - 1,
                 num_trained=num_trained,
@@ -216,11 +236,11 @@ class Learner:
         never come.
         """
         log.info(waiting_for)
-        if self._publisher is not None:
-            self._publisher.check_alive()
+        if self._publication is not None:
+            self._publication.check_alive()
 
     def _wait_for_evaluation(self) -> None:
-        """Waits until the buffer has the evaluation of the last version."""
+        """Waits until the buffer has the evaluation of the last version, which is announced."""
         self._begin_activity("waiting for the last evaluation")
         request = m.AwaitEvaluations(wait_s=PATIENCE_S)
         while isinstance(reply := self._source.exchange(request, wait_s=PATIENCE_S)[0], m.NotReadyYet):
@@ -270,6 +290,7 @@ class Learner:
 
         Raises ParityError on all ranks.
         """
+        self._finish_publication()
         self._begin_activity(f"waiting for the parity probe of version {self.step}")
         began = time.monotonic()
         # Generators may come late, later than a collective waits.

@@ -47,6 +47,8 @@ class JoinedRank:
     """All ranks."""
     writers: World
     """All ranks, for collectives of the thread that writes checkpoints, which wait however long it takes."""
+    publishers: World
+    """The same for the thread that publishes versions."""
 
 
 def join_ranks(config: Config, rank: int, rendezvous: str) -> JoinedRank:
@@ -57,7 +59,7 @@ def join_ranks(config: Config, rank: int, rendezvous: str) -> JoinedRank:
     """
     learner, total = config.learner, config.num_learner_ranks
     if learner.engine is LearnerKind.simulated:
-        return JoinedRank(Pool.all, World(), World())
+        return JoinedRank(Pool.all, World(), World(), World())
     choose_interface(rendezvous, learner.interface)
     # The first ranks hold the policy; those behind them, if any, a critic of its own.
     if total == learner.ranks:
@@ -75,7 +77,10 @@ def join_ranks(config: Config, rank: int, rendezvous: str) -> JoinedRank:
         timeout=TIMEOUT,
     )
     world = World(rank, total, dist.PrefixStore("world", store))
-    return JoinedRank(pool, world, World(rank, total, dist.PrefixStore("writers", store), LONG_TIMEOUT))
+    beside = (
+        World(rank, total, dist.PrefixStore(name, store), LONG_TIMEOUT) for name in ("writers", "publishers")
+    )
+    return JoinedRank(pool, world, *beside)
 
 
 def open_store(rendezvous: str, rank: int, size: int) -> dist.Store:

@@ -18,10 +18,11 @@ from learners import checkpoint
 from learners.learner import BatchSource, Learner, read_ledger
 from learners.memory import GIB, MemoryMeter, plan_memory
 from learners.models import load_models
+from learners.publication import Publication, identify_memory
 from learners.rank_hosts import check_model_files, check_shared_folder
-from learners.rendezvous import join_ranks
+from learners.rendezvous import JoinedRank, Pool, join_ranks
 from learners.step import Trainer
-from sync.publisher import Publisher, open_publisher
+from sync.publisher import open_host_publisher, open_publisher
 from sync.transports.ends import SocketGuards
 from sync.transports.messages import MAX_UNREAD_BYTES
 
@@ -69,13 +70,14 @@ def start_learner(
         check_same_run(manifest, config, read_ledger(source) if rank == 0 else None)
         models.load_state(saved)
         kl_coef = manifest.kl_coef if config.algo.kl.target is not None else None
-    incarnation = secrets.token_hex(4)
+    # One life of the learner has one name, on all ranks.
+    incarnation = world.gather_messages(secrets.token_hex(4).encode())[0].decode()
     return Learner(
         config,
         folder,
         source,
         Trainer(config, models, world, kl_coef),
-        make_publisher(config, folder, incarnation) if rank == 0 and publish else None,
+        open_publication(config, folder, incarnation, joined) if publish else None,
         world,
         joined.writers,
         meter,
@@ -133,16 +135,42 @@ def check_same_run(
 # ---- publication
 
 
-def make_publisher(config: Config, folder: Path, incarnation: str) -> Publisher:
-    """Opens the publisher of the run in this folder, behind the keys that the run has."""
+def open_publication(config: Config, folder: Path, incarnation: str, joined: JoinedRank) -> Publication:
+    """Opens this rank's part in the publication of the run in this folder, behind the keys that the run has.
+
+    Collective. Raises ValueError on all ranks of several hosts where the transport cannot bring parts.
+    """
+    world, transport = joined.publishers, config.sync.transport
+    memory = "critic" if joined.pool is Pool.critic else identify_memory()
+    if transport.row.shares_folder:
+        memory = "shared"
+    memories = [one.decode() for one in world.gather_messages(memory.encode())]
+    hosts = {one for one in memories if one != "critic"}
+    if len(hosts) > 1 and (config.weights_address is None or not transport.row.brings_parts):
+        raise ValueError(
+            "sync.transport must be auto or tcp (with an address that other hosts reach), or disk, where the "
+            f"learner's ranks are on several hosts, got {transport} with {len(hosts)} hosts"
+        )
+    publisher = None
+    if memory in hosts and memories.index(memory) == world.rank:
+        guards = make_guards(config)
+        if world.rank == 0:
+            publisher = open_publisher(config, folder, incarnation, guards)
+        else:
+            publisher = open_host_publisher(config, folder, incarnation, guards)
+    return Publication(world, publisher, memory)
+
+
+def make_guards(config: Config) -> SocketGuards:
+    """Returns the keys and limits of the sockets that serve weights. Raises ValueError where there must be
+    keys."""
     keys, address = config.buffer.keys, config.weights_address
     if keys is None and address is not None and is_beyond_loopback(address):
         raise ValueError(
             "buffer.keys must name a folder of keys when weights are served beyond the loopback interface, "
             f"got none with {address!r}"
         )
-    guards = SocketGuards(
+    return SocketGuards(
         secure_server=None if keys is None else lambda socket: start_authenticator(socket, Path(keys)),
         watch=partial(watch_small_requests, encrypted=keys is not None, max_unread=MAX_UNREAD_BYTES),
     )
-    return open_publisher(config, folder, incarnation, guards)

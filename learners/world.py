@@ -8,7 +8,7 @@ checkpoint while training goes on.
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import msgspec
@@ -90,9 +90,25 @@ class World:
         ends = [0, *self.add_tensor(sizes, while_waiting).cumsum(0).tolist()]
         # Each rank fills its own span of one row of bytes, and the sum of the rows holds all messages.
         text = torch.zeros(ends[-1], dtype=torch.uint8)
-        text[ends[self.rank] : ends[self.rank + 1]] = torch.tensor(list(message), dtype=torch.uint8)
+        if message:
+            text[ends[self.rank] : ends[self.rank + 1]] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         whole = self.add_tensor(text).numpy().tobytes()
         return [whole[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+
+    def exchange_messages(self, messages: Sequence[bytes]) -> list[bytes]:
+        """Sends a message to each rank; returns those that the ranks have sent to this one, by rank."""
+        if self._group is None:
+            return list(messages)
+        sent = torch.tensor([len(message) for message in messages])
+        came = torch.empty_like(sent)
+        self._group.alltoall_base(came, sent, [], [], dist.AllToAllOptions()).wait()
+        data = torch.frombuffer(bytearray(b"".join(messages)) or bytearray(1), dtype=torch.uint8)
+        arrived = torch.empty(int(came.sum()), dtype=torch.uint8)
+        counts = came.tolist(), sent.tolist()
+        self._group.alltoall_base(
+            arrived, data[: int(sent.sum())], *counts, dist.AllToAllOptions()
+        ).wait()
+        return [bytes(part.numpy()) for part in arrived.split(counts[0])]
 
     def broadcast_message(
         self,

@@ -23,7 +23,7 @@ class Announcement(NamedTuple):
     address: str
     """Address at which hosts that do not see the path may fetch the version; empty: all hosts see it."""
     host: str
-    """Boot id of the learner's host."""
+    """Boot id of the learner's host; empty: no host has the whole file."""
     digest: str
     """Digest of the manifest. Whichever way the version arrives, it has this digest or does not serve."""
     path: str
@@ -32,7 +32,8 @@ class Announcement(NamedTuple):
 
 def announce_version(manifest: Manifest, address: str = "") -> str:
     """Returns the text `ADDRESS#HOST#DIGEST#MANIFEST`. `address`: see `Announcement`."""
-    return "#".join(Announcement(address, boot_id(), manifest.digest, manifest.locator))
+    host = boot_id() if manifest.parts is None else ""
+    return "#".join(Announcement(address, host, manifest.digest, manifest.locator))
 
 
 def parse_announcement(text: str) -> Announcement:

@@ -25,6 +25,9 @@ SAFETENSORS_DTYPES = {
     "bool": "BOOL",
 }
 MAX_MANIFEST_BYTES = 64 << 20
+MAX_SOURCES = 4096
+"""Most hosts of a learner's ranks."""
+ADDRESS = r"tcp://[\w.:\[\]-]{1,255}:\d{1,5}"
 
 HexDigest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 """An xxh3-128 as 32 hexadecimal digits."""
@@ -67,6 +70,38 @@ class AdapterRecipe(msgspec.Struct, frozen=True):
     """Dtype of the whole weights that engines serve."""
 
 
+class PartSource(msgspec.Struct, frozen=True):
+    """A host of the learner's ranks that has rows of a version, in a file of the version's name."""
+
+    host: BoundedText
+    """Its name, for people."""
+    address: Annotated[str, Meta(pattern=rf"\A{ADDRESS}\Z")]
+    """Where it serves its file."""
+
+
+class FilePart(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes of the file, after those of the part before. They are the header, or of one tensor."""
+
+    end: BoundedSize
+    source: Annotated[int, Meta(ge=0, lt=MAX_SOURCES)]
+    """Number of the host that has them."""
+    digest: HexDigest
+    """Xxh3-128 over the digests of the tensor's chunks (`sync.digest`) that begin in it."""
+
+
+class FileParts(msgspec.Struct, frozen=True):
+    """Where the bytes of a version are that ranks on several hosts have written. Each host's file has holes
+    where others have rows.
+
+    No digest of the manifest covers it: wherever bytes come from, they have the tensors' digests or do not
+    serve.
+    """
+
+    sources: Annotated[tuple[PartSource, ...], Meta(min_length=1, max_length=MAX_SOURCES)]
+    """The first one has the header."""
+    parts: Annotated[tuple[FilePart, ...], Meta(min_length=1, max_length=1 << 20)]
+
+
 class Manifest(msgspec.Struct, frozen=True, tag=True):
     """All that a host needs to verify a version."""
 
@@ -83,6 +118,8 @@ class Manifest(msgspec.Struct, frozen=True, tag=True):
     """Digest over (name, dtype, shape, digest) of all tensors in order, and over `adapter`."""
     adapter: AdapterRecipe | None = None
     """Set when the tensors are adapters: engines take up the whole model that a host makes of them."""
+    parts: FileParts | None = None
+    """Set when no host has the whole file."""
 
     @property
     def locator(self) -> str:
@@ -114,6 +151,13 @@ def parse_manifest(data: bytes | bytearray, where: str, name: str, digest: str =
         raise DigestMismatch(f"{where} has tensors of a kind that there is not: {sorted(unknown)[:3]}")
     if whole_digest(manifest.tensors, manifest.adapter) != manifest.digest:
         raise DigestMismatch(f"{where}: the list of tensors does not have the manifest's digest")
+    if manifest.parts is not None:
+        ends = [part.end for part in manifest.parts.parts]
+        sources = max(part.source for part in manifest.parts.parts)
+        if ends != sorted(set(ends)) or ends[-1] != manifest.num_bytes:
+            raise DigestMismatch(f"{where}: the parts do not make up {manifest.num_bytes} bytes")
+        if sources >= len(manifest.parts.sources):
+            raise DigestMismatch(f"{where} has a part of host {sources}, which it does not name")
     if digest and manifest.digest != digest:
         raise DigestMismatch(f"{where} has the digest {manifest.digest}, but {digest} was announced")
     return manifest

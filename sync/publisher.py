@@ -22,8 +22,10 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import msgspec
 import xxhash
 
+from configs.disk import DiskFull, write_all
 from configs.parallel import LoraPublish
 from configs.schema import Config
 from sync.adapters import describe_adapters, merge_adapters
@@ -39,14 +41,17 @@ from sync.folders import (
     sweep_folders,
 )
 from sync.locks import HeldLock, LockTimedOut, acquire_lock
-from sync.manifest import AdapterRecipe, Manifest
+from sync.file_layout import FileLayout
+from sync.manifest import AdapterRecipe, FileParts, Manifest, TensorEntry, whole_digest
 from sync.model_files import copy_model_files
 from sync.patch import WORTH
 from sync.snapshot import Snapshot
 from sync.snapshot_writer import SnapshotWriter
-from sync.spares import find_spare, put_version, retire_version
+from sync.spares import begin_version, complete_version, find_spare, put_version, retire_version
 from sync.stream import TensorPart
 from sync.transports.ends import LearnerEnd, SocketGuards, load_transport
+from sync.transports.relay import find_own_address, open_at_free_port
+from sync.transports.server import SnapshotServer
 
 log = logging.getLogger("slipstream.weights")
 
@@ -115,19 +120,11 @@ class Publisher:
         Raises DiskFull, the versions before whole and in service, when there is no room; RuntimeError when a
         thread of an end has died.
         """
-        assert not self._published or version > self._published[-1].version, "versions must rise"
+        self._expect_later(version)
         began = time.perf_counter()
-        for end in self.ends:
-            parts = end.tee_parts(parts)
         self._make_room()
         manifest = put_version(self.folder, self._writer, version, self.incarnation, parts, self._adapter)
-        for end in self.ends:
-            end.offer_version(manifest)
-        self._published.append(manifest)
-        for old in self._published[: -self._keep]:
-            if old.version not in self.needed_versions:
-                retire_version(Path(old.locator))
-                self._published.remove(old)
+        self._offer_version(manifest)
         self.seconds = time.perf_counter() - began
         if len(self._published) == 1:
             log.info(
@@ -141,14 +138,71 @@ class Publisher:
             )
         return manifest
 
-    def _make_room(self) -> None:
-        """Lets the ends give back what they can spare where the next version might have no room: patches, and
-        old versions that slow hosts are still at."""
+    # ---- versions that several ranks write together (`learners.publication`)
+
+    def begin_version(self, version: int, layout: FileLayout, num_bytes: int) -> Path:
+        """Makes a version's file, with its header and without rows; returns its path.
+
+        `num_bytes`: those that ranks will write to it here. Raises as `publish_version`.
+        """
+        self._expect_later(version)
+        self.check_alive()
+        self._make_room(num_bytes)
+        path = begin_version(self.folder, version, self.incarnation)
+        try:
+            with path.open("r+b" if path.exists() else "w+b", buffering=0) as file:
+                write_all(file.fileno(), layout.header, path)
+                file.truncate(layout.num_bytes)
+        except DiskFull:
+            path.unlink()
+            raise
+        return path
+
+    def describe_version(
+        self, version: int, layout: FileLayout, entries: tuple[TensorEntry, ...], parts: FileParts | None
+    ) -> Manifest:
+        """Returns the manifest of a version whose rows are written. `parts`: where they are, when they are on
+        several hosts."""
+        path = str(self.folder / f"v{version}-{self.incarnation}.safetensors")
+        digest = whole_digest(entries, self._adapter)
+        return Manifest(
+            version, self.incarnation, path, layout.num_bytes, entries, digest, self._adapter, parts
+        )
+
+    def complete_version(self, manifest: Manifest) -> None:
+        """Makes a version whose rows are written one that subscribers may read, and deletes older ones, as
+        `publish_version` does. Raises DiskFull, and what `LearnerEnd.offer_version` raises."""
+        manifest = msgspec.structs.replace(
+            manifest, path=str(self.folder / Path(manifest.path).name)
+        )
+        complete_version(self.folder, manifest)
+        self._offer_version(manifest)
+
+    def drop_version(self, version: int) -> None:
+        """Removes what there is of a version that could not be completed."""
+        (self.folder / f"v{version}-{self.incarnation}.unfinished").unlink(missing_ok=True)
+
+    def _expect_later(self, version: int) -> None:
+        assert not self._published or version > self._published[-1].version, "versions must rise"
+
+    def _offer_version(self, manifest: Manifest) -> None:
+        for end in self.ends:
+            end.offer_version(manifest)
+        self._published.append(manifest)
+        for old in self._published[: -self._keep]:
+            if old.version not in self.needed_versions:
+                retire_version(Path(old.locator))
+                self._published.remove(old)
+
+    def _make_room(self, num_bytes: int | None = None) -> None:
+        """Lets the ends give back what they can spare where the next version, of `num_bytes` or as large as
+        the one before, might have no room: patches, and old versions that slow hosts are still at."""
         if not self._published:
             return
         # A patch that is being written may take half as much as a version meanwhile.
         shares = WORTH if find_spare(self.folder) is not None else 1 + WORTH
-        needed, free = int(shares * self._published[-1].num_bytes), shutil.disk_usage(self.folder).free
+        size = self._published[-1].num_bytes if num_bytes is None else num_bytes
+        needed, free = int(shares * size), shutil.disk_usage(self.folder).free
         if free < needed:
             log.info("%s has %d bytes free, and the next version may need %d", self.folder, free, needed)
             for end in self.ends:
@@ -159,19 +213,14 @@ class Publisher:
         for end in self.ends:
             end.check_alive()
 
-    def metrics(self) -> dict[str, float]:
-        """Returns measurements of the last publication: seconds that training waited for it, seconds of the
-        copy alone, GB/s, and bytes of the largest part that was gathered."""
-        return {
-            "weights/publish_s": self.seconds,
-            "weights/publish_copy_s": self._writer.copy_s,
-            "weights/publish_gb_per_s": self._published[-1].num_bytes / self.seconds / 1e9,
-            "weights/publish_peak_bytes": float(self._writer.largest_part),
-        }
+    @property
+    def address(self) -> str:
+        """Address at which other hosts may fetch versions; empty: nowhere."""
+        return next((end.address for end in self.ends if end.address), "")
 
     def announce_version(self, manifest: Manifest) -> str:
         """Returns the announcement that `Subscriber.prepare_version` takes, on this host or another."""
-        return announce_version(manifest, next((end.address for end in self.ends if end.address), ""))
+        return announce_version(manifest, self.address)
 
     def close(self) -> None:
         """Removes the folder, or makes a model of it. A subscriber that has a snapshot mapped keeps what it
@@ -212,6 +261,24 @@ def open_publisher(config: Config, run: Path, incarnation: str, guards: SocketGu
         adapter = describe_adapters(model, str(config.model.dtype), lora.alpha / lora.rank)
     is_model = config.sync.transport.row.shares_folder
     return Publisher(folder, incarnation, ends=ends, model=model if is_model else None, adapter=adapter)
+
+
+def open_host_publisher(config: Config, run: Path, incarnation: str, guards: SocketGuards) -> Publisher:
+    """Opens the publisher of a host with ranks of the learner other than the first one's: it serves the rows
+    of this host.
+
+    Raises as `Publisher`, ValueError where no port is free, TransferFailed where there is no way to the first
+    rank's host.
+    """
+    folder, first = weights_folder(config, run), config.weights_address
+    assert first is not None, "the first rank's host serves too"
+
+    def open_server(served: Path, address: str) -> SnapshotServer:
+        return SnapshotServer(served, address, secure=guards.secure_server, watch=guards.watch)
+
+    server = open_at_free_port(open_server, folder, find_own_address(first), config.cluster.port_range)
+    log.info("the rows of this host's ranks are served at %s", server.address)
+    return Publisher(folder, incarnation, ends=[server])
 
 
 def weights_folder(config: Config, run: Path) -> Path:

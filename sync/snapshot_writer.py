@@ -11,10 +11,11 @@ versions that follow are written in place.
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -32,6 +33,9 @@ MERGED = {
 }
 """Layers that engines merge into one, and their place in it. An engine that merges others copies those."""
 
+HEADER_ROOM = 1 << 14
+"""Least bytes before the first tensor."""
+
 Places = dict[str, tuple[int, int]]
 """Where each tensor begins and ends, in bytes after the header, in the file's order."""
 
@@ -39,7 +43,7 @@ Places = dict[str, tuple[int, int]]
 class SnapshotWriter:
     """Writes snapshots of one model, version after version; at no time does it hold more than one part."""
 
-    def __init__(self, header_room: int = 1 << 14) -> None:
+    def __init__(self, header_room: int = HEADER_ROOM) -> None:
         self._room = header_room
         """Bytes before the first tensor."""
         self._places: Places = {}
@@ -84,11 +88,11 @@ class SnapshotWriter:
                     if not written:
                         # The first part of a tensor decides where the tensor goes: to its place in the
                         # version before, or for now behind all others.
-                        size = math.prod(part.shape) * part.elements.element_size()
+                        size = math.prod(part.shape) * part.published_dtype.itemsize
                         begin, end = self._places.get(name, (0, -1))
                         if end - begin != size:
                             begin, free = free, free + size
-                    raw = raw_bytes(part.elements)
+                    raw = raw_bytes(part.cast_elements())
                     digested = self._hasher.submit(digest.update, raw)
                     began = time.perf_counter()
                     file.seek(self._room + begin + written)
@@ -98,13 +102,13 @@ class SnapshotWriter:
                     written += raw.nbytes
                     digested.result()
                 assert written == size, f"{name} {part.shape} was published with {written} of {size} bytes"
-                dtype = dtype_name(part.elements.dtype)
+                dtype = dtype_name(part.published_dtype)
                 entries[name] = TensorEntry(name, dtype, part.shape, digest.hexdigest())
                 places[name] = (begin, begin + size)
         wanted = _lay_out_places(places)
-        header = _encode_header(entries, wanted)
+        header = encode_header(entries, wanted)
         if places != wanted or len(header) + 8 > self._room:
-            self._rearrange_file(path, places, wanted, len(header) + 8)
+            self._rearrange_file(path, places, wanted, len(header))
         self._places = wanted
         room = self._room - 8
         with path.open("r+b") as file:
@@ -113,10 +117,9 @@ class SnapshotWriter:
         return tuple(entries[name] for name in wanted)
 
     def _rearrange_file(self, path: Path, places: Places, wanted: Places, header_bytes: int) -> None:
-        """Copies the tensors to where they belong, behind a header of this size."""
+        """Copies the tensors to where they belong, behind a header of so many bytes."""
         room, rearranged = self._room, path.with_suffix(".moving")
-        if header_bytes > room:
-            self._room = -(-header_bytes // 4096) * 4096
+        self._room = find_room(header_bytes, room)
         with path.open("rb") as old, rearranged.open("wb") as new:
             for name, (begin, _) in wanted.items():
                 old_begin, old_end = places[name]
@@ -130,7 +133,7 @@ class SnapshotWriter:
 def _note_sizes(parts: Iterable[TensorPart], sizes: dict[str, int]) -> Iterator[TensorPart]:
     """Passes the parts on, and notes how many bytes each tensor has."""
     for part in parts:
-        sizes[part.name] = math.prod(part.shape) * part.elements.element_size()
+        sizes[part.name] = math.prod(part.shape) * part.published_dtype.itemsize
         yield part
 
 
@@ -154,12 +157,26 @@ def _lay_out_places(places: Places) -> Places:
     return wanted
 
 
-def _encode_header(entries: dict[str, TensorEntry], places: Places) -> bytes:
+def find_room(header_bytes: int, least: int) -> int:
+    """Returns the bytes before the first tensor: the header's length, the header, and padding."""
+    return least if header_bytes + 8 <= least else -(-(header_bytes + 8) // 4096) * 4096
+
+
+class _Described(Protocol):
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def encode_header(tensors: Mapping[str, _Described], places: Places) -> bytes:
+    """Returns the header of a safetensors file, without padding."""
     return msgspec.json.encode(
         {
             name: {
-                "dtype": SAFETENSORS_DTYPES[entries[name].dtype],
-                "shape": entries[name].shape,
+                "dtype": SAFETENSORS_DTYPES[tensors[name].dtype],
+                "shape": tensors[name].shape,
                 "data_offsets": place,
             }
             for name, place in places.items()

@@ -37,22 +37,42 @@ def put_version(
 
     Raises DiskFull, and leaves nothing of this version there, when there is no room for it.
     """
-    path = folder / f"v{version}-{incarnation}.safetensors"
-    unfinished = path.with_suffix(".unfinished")
+    unfinished = begin_version(folder, version, incarnation)
+    entries = writer.write_snapshot(unfinished, parts)
+    path = unfinished.with_suffix(".safetensors")
+    manifest = Manifest(
+        version,
+        incarnation,
+        str(path),
+        unfinished.stat().st_size,
+        entries,
+        whole_digest(entries, adapter),
+        adapter,
+    )
+    complete_version(folder, manifest)
+    return manifest
+
+
+def begin_version(folder: Path, version: int, incarnation: str) -> Path:
+    """Returns the path at which to write a version's file: that of the spare, renamed, if there is one."""
+    unfinished = folder / f"v{version}-{incarnation}.unfinished"
     if (spare := find_spare(folder)) is not None:
         Path(spare.path).rename(unfinished)
-    entries = writer.write_snapshot(unfinished, parts)
-    num_bytes = unfinished.stat().st_size
-    unfinished.rename(path)
-    manifest = Manifest(
-        version, incarnation, str(path), num_bytes, entries, whole_digest(entries, adapter), adapter
-    )
+    return unfinished
+
+
+def complete_version(folder: Path, manifest: Manifest) -> None:
+    """Gives a version's file, which is written, its name, and then its manifest.
+
+    Raises DiskFull, and leaves nothing of this version there, when there is no room for that.
+    """
+    path = folder / Path(manifest.path).name
+    path.with_suffix(".unfinished").rename(path)
     try:
         put_manifest(manifest, path.with_suffix(".json"))
     except DiskFull:
         path.unlink()
         raise
-    return manifest
 
 
 def put_manifest(manifest: Manifest, locator: Path) -> None:

@@ -9,7 +9,7 @@ import queue
 import signal
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from configs.load import load_config
 from learners.rendezvous import join_ranks
 from learners.world import World
 from slipstream_bench.network_hosts import NetworkHost
+from sync.stream import TensorPart
 
 PATIENCE_S = 90.0
 PORT = 29400
@@ -36,7 +37,8 @@ _context.set_forkserver_preload(["warm"])
 def warm_up() -> None:
     """Starts the server unless it runs. It imports beside whatever this process does meanwhile."""
     quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    with patch.dict(os.environ, {"PYTHONPATH": str(Path(__file__).parent), **quiet}):
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    with patch.dict(os.environ, {"PYTHONPATH": path, **quiet}):
         multiprocessing.forkserver.ensure_running()
 
 
@@ -89,6 +91,36 @@ def on_ranks(
         for process in processes:
             process.join(timeout=1.0)
             process.kill()
+
+
+def gather_weights(parts: Iterable[TensorPart]) -> dict[str, torch.Tensor]:
+    """Returns on the first rank of torch's default group the whole tensors, whose parts the ranks yield;
+    nothing elsewhere.
+
+    Raises AssertionError where the ranks do not yield each element once.
+    """
+    own = [
+        (part.name, part.shape, part.begin, part.cast_elements().reshape(-1).cpu().clone()) for part in parts
+    ]
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, own)
+    if dist.get_rank() > 0:
+        return {}
+    pieces: dict[str, dict[int, torch.Tensor]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape, begin, elements in (part for one in told for part in one):
+        assert shapes.setdefault(name, shape) == shape, name
+        if len(elements):
+            assert begin not in pieces.setdefault(name, {}), f"{name} has two parts at {begin}"
+            pieces[name][begin] = elements
+    whole = {}
+    for name, shape in shapes.items():
+        found, end = pieces.get(name, {}), 0
+        for begin in sorted(found):
+            assert begin == end, f"{name} has no elements, or two, from {min(begin, end)} on"
+            end += len(found[begin])
+        whole[name] = torch.cat([found[begin] for begin in sorted(found)] or [torch.empty(0)]).view(shape)
+    return whole
 
 
 def _wait_for_end(

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_batches import SMALL, draw_batch, negate_logprobs, save_small_qwen3
-from ranks import on_ranks
+from ranks import gather_weights, on_ranks
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM
 
@@ -159,7 +159,7 @@ def test_training_is_the_same_to_the_bit_each_time_and_dropout_is_off(
         torch.manual_seed(seed)
         engine = FsdpEngine(folder)
         norms = [engine.update(packed, negate_logprobs, 1e-2) for _ in range(3)]
-        results.append((norms, collect_tensors(engine.stream_weights())))
+        results.append((norms, gather_weights(engine.stream_weights())))
     assert results[0][0] == results[1][0]
     assert all(torch.equal(tensor, results[1][1][name]) for name, tensor in results[0][1].items())
 

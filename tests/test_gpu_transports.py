@@ -151,25 +151,28 @@ def test_copies_are_made_for_engines_of_the_same_gpu_only(
     tmp_path: Path, ipc: dict[bytes, torch.Tensor]
 ) -> None:
     (tmp_path / "gpu-another").touch()
-    device = DeviceCopy(tmp_path, GPU, torch.device("cpu"))
-    assert [part.name for part in device.tee_parts(whole_parts({"a": torch.ones(3)}))] == [
-        "a"
-    ] and not device._tensors
+    publisher = Publisher(tmp_path / "w", "1", ends=[DeviceCopy(tmp_path / "w", GPU, torch.device("cpu"))])
+    for version, asked in enumerate(("another", GPU)):
+        (publisher.folder / f"gpu-{asked}").touch()
+        publisher.publish_version(version, whole_parts({"a": torch.ones(3)}))
+        assert bool(list(publisher.folder.glob("*.ipc"))) == (asked == GPU)
+    publisher.close()
 
 
 def test_what_is_offered_is_on_the_device_wherever_the_learner_holds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `cpu_offload` the parts are in the host's memory, which CUDA IPC cannot share. A tensor of another
-    shape is shared anew."""
+    """A file is in the host's memory, which CUDA IPC cannot share. A tensor of another shape is shared
+    anew."""
     shared: list[torch.Tensor] = []
     monkeypatch.setattr(
         cuda_ipc, "reduce_tensor", lambda tensor: (None, (shared.append(tensor), len(shared)))
     )
-    device = DeviceCopy(tmp_path, GPU, torch.device("meta"), always=True)
+    folder = tmp_path / "weights"
+    publisher = Publisher(folder, "1", ends=[DeviceCopy(folder, GPU, torch.device("meta"), always=True)])
     for version, size in enumerate((3, 3, 4)):
-        list(device.tee_parts(whole_parts({"a": torch.ones(size), "b": torch.ones(2)})))
-        device.offer_version(Manifest(version, "1", str(tmp_path / f"v{version}-1.safetensors"), 0, (), ""))
+        publisher.publish_version(version, whole_parts({"a": torch.ones(size), "b": torch.ones(2)}))
+    publisher.close()
     assert [(tensor.device.type, len(tensor)) for tensor in shared] == [("meta", 3), ("meta", 2), ("meta", 4)]
 
 

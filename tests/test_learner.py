@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import on_ranks
+from ranks import gather_weights, on_ranks
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -186,7 +186,7 @@ def train_twice(world: World, model: Path, batch: Batch) -> tuple[float, dict[st
     for _ in range(2):
         parts = pack_share(batch, range(batch.num_sequences), 60, world.size, world.rank)
         norm = engine.update(parts, sum_loss(batch, torch.ones(len(batch.tokens))), 1e-3)
-    return norm, collect_tensors(engine.stream_weights())
+    return norm, gather_weights(engine.stream_weights())
 
 
 def test_two_ranks_train_to_the_same_weights_as_one(

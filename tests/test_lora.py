@@ -12,7 +12,7 @@ import torch
 from engine_batches import SIZES, draw_batch
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
-from ranks import on_ranks
+from ranks import gather_weights, on_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -33,7 +33,6 @@ from learners.fsdp import FsdpEngine
 from learners.lora import BaseModelEngine
 from learners.packing import Batch, Packed, pack_rows
 from learners.world import World
-from sync.stream import collect_tensors
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -173,7 +172,7 @@ def make_engine(folder: Path, lora: LoraConfig | None, **options: Any) -> FsdpEn
 
 def collect_published(engine: FsdpEngine, lora: LoraConfig, publish: LoraPublish) -> dict[str, Tensor]:
     lora.publish = publish
-    return collect_tensors(engine.stream_weights())
+    return gather_weights(engine.stream_weights())
 
 
 def pack_share(engine: FsdpEngine) -> list[Packed]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from engine_batches import SMALL, draw_batch, negate_logprobs
-from ranks import on_ranks
+from ranks import gather_weights, on_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
@@ -39,7 +39,6 @@ from learners.megatron.engine import MegatronEngine
 from learners.megatron.model import ParallelSizes, find_problems
 from learners.packing import Packed, pack_share
 from learners.world import World
-from sync.stream import collect_tensors
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -133,7 +132,7 @@ def test_an_update_is_hugging_faces_own(
         torch.testing.assert_close(found, entropies.detach(), atol=1e-5, rtol=0)
     optimizer.step()
     model.save_pretrained(tmp_path)
-    assert_same_weights(collect_tensors(engine.stream_weights()), load_file(tmp_path / "model.safetensors"))
+    assert_same_weights(gather_weights(engine.stream_weights()), load_file(tmp_path / "model.safetensors"))
 
 
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -166,33 +165,33 @@ def life(world: World, model: Path, options: dict[str, Any], single: Path, folde
             whole[part.index] = out * share.holds_results
         return world.add_tensor(whole)
 
-    found["loaded"] = collect_tensors(engine.stream_weights())
+    found["loaded"] = gather_weights(engine.stream_weights())
     found["logprobs"] = spoken(engine.infer(parts))
     found["others"] = spoken([(part.sequence > 0).float() for part in parts]) > 0
     found["with another start"] = spoken(engine.infer([other_start(part) for part in parts]))
 
     found["norms"] = [engine.update(parts, negate_logprobs, LR)]
-    found["stepped"] = collect_tensors(engine.stream_weights())
+    found["stepped"] = gather_weights(engine.stream_weights())
     write = engine.copy_state()
     found["norms"].append(engine.update(parts, negate_logprobs, LR))
     thread = threading.Thread(target=write, args=(folder,))
     thread.start()
     found["norms"] += [engine.update(parts, negate_logprobs, LR) for _ in range(2)]
     thread.join()
-    found["after"] = collect_tensors(engine.stream_weights())
+    found["after"] = gather_weights(engine.stream_weights())
     world.barrier()
 
     resumed = MegatronEngine(model, **OPTIONS, **options)
     resumed.load_state(folder)
-    found["resumed"] = collect_tensors(resumed.stream_weights())
+    found["resumed"] = gather_weights(resumed.stream_weights())
     found["resumed norms"] = [resumed.update(parts, negate_logprobs, LR) for _ in range(3)]
-    found["resumed after"] = collect_tensors(resumed.stream_weights())
+    found["resumed after"] = gather_weights(resumed.stream_weights())
     resumed.load_state(single)
-    found["from one rank"] = collect_tensors(resumed.stream_weights())
+    found["from one rank"] = gather_weights(resumed.stream_weights())
     found["norm from one rank"] = resumed.update(parts, negate_logprobs, LR)
     with pytest.raises(FloatingPointError, match="nothing was updated"):
         engine.update(parts, lambda logprobs, entropy, packed: logprobs.sum() / 0, LR)
-    found["not updated"] = collect_tensors(engine.stream_weights())
+    found["not updated"] = gather_weights(engine.stream_weights())
     return found
 
 
@@ -206,10 +205,10 @@ def alone(folder: Path, process_group: None) -> Callable[[str], dict[str, Any]]:
         found: dict[str, Any] = {"logprobs": torch.zeros(sum(LENGTHS))}
         found["logprobs"][parts[0].index] = engine.infer(parts)[0]
         found["norms"] = [engine.update(parts, negate_logprobs, LR)]
-        found["stepped"] = collect_tensors(engine.stream_weights())
+        found["stepped"] = gather_weights(engine.stream_weights())
         engine.copy_state()(folder / name / "single")
         found["norms"] += [engine.update(parts, negate_logprobs, LR) for _ in range(3)]
-        return found | {"after": collect_tensors(engine.stream_weights())}
+        return found | {"after": gather_weights(engine.stream_weights())}
 
     return live
 
@@ -290,11 +289,11 @@ def test_a_checkpoint_is_taken_up_in_another_layout(
     assert found["norm from one rank"] == pytest.approx(expected["norms"][1], rel=1e-5)
     engine = MegatronEngine(model, **OPTIONS)
     engine.load_state(folder / name)
-    assert same(collect_tensors(engine.stream_weights()), found["stepped"])
+    assert same(gather_weights(engine.stream_weights()), found["stepped"])
     assert engine.update(parts_of(70), negate_logprobs, LR) == pytest.approx(found["norms"][1], rel=1e-5)
     for _ in range(2):
         engine.update(parts_of(70), negate_logprobs, LR)
-    assert_same_weights(collect_tensors(engine.stream_weights()), found["after"], steps=3)
+    assert_same_weights(gather_weights(engine.stream_weights()), found["after"], steps=3)
 
 
 @layouts
@@ -310,7 +309,7 @@ def heads_of(world: World, model: Path, options: dict[str, Any]) -> dict[str, An
     parts, found = parts_of(40), {}
     engine = MegatronEngine(model, **OPTIONS, **options, entropy_gradient=True)
     found["norm"] = engine.update(parts, entropy_bonus, LR)
-    found["weights"] = collect_tensors(engine.stream_weights())
+    found["weights"] = gather_weights(engine.stream_weights())
     frozen = MegatronEngine(model, kind=ModelKind.frozen, **OPTIONS, **options)
     found["frozen"] = frozen.infer(parts)
     found["buffers"] = [parameter.requires_grad for parameter in frozen._model.parameters()] + [
@@ -402,10 +401,10 @@ def test_bfloat16_is_published_and_not_computed_with_on_a_cpu(folder: Path) -> N
     exact, rounded = (MegatronEngine(folder / "qwen3", dtype=dtype, **OPTIONS) for dtype in Dtype)
     assert all(map(torch.equal, exact.infer(parts_of(40)), rounded.infer(parts_of(40))))
     expected = {
-        name: tensor.to(torch.bfloat16) for name, tensor in collect_tensors(exact.stream_weights()).items()
+        name: tensor.to(torch.bfloat16) for name, tensor in gather_weights(exact.stream_weights()).items()
     }
-    assert same(collect_tensors(rounded.stream_weights()), expected)
-    assert max(part.elements.nbytes for part in rounded.stream_weights()) <= 1 << 11
+    assert same(gather_weights(rounded.stream_weights()), expected)
+    assert max(part.cast_elements().nbytes for part in rounded.stream_weights()) <= 1 << 11
 
 
 @pytest.mark.parametrize("kind", ModelKind)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine_batches import make_sampled_batch
-from ranks import on_ranks
+from ranks import gather_weights, on_ranks
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
@@ -23,7 +23,7 @@ from sync.experts import find_element_places
 from sync.manifest import DigestMismatch, Manifest
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot
-from sync.stream import collect_tensors, whole_parts
+from sync.stream import whole_parts
 
 Weights = dict[str, torch.Tensor]
 
@@ -96,16 +96,16 @@ def publish_mixtures(world: World, folder: Path) -> dict[str, list[Weights]]:
     found = {}
     for family in MIXTURES:
         engine = FsdpEngine(folder / family)
-        weights = [collect_tensors(engine.stream_weights())]
+        weights = [gather_weights(engine.stream_weights())]
         for _ in range(3):
             engine.update(
                 [pack_rows(make_lesson(), [0, 1])],
                 lambda logprobs, entropy, packed: -logprobs.sum() / 48,
                 1e-2,
             )
-        found[family] = [*weights, collect_tensors(engine.stream_weights())]
+        found[family] = [*weights, gather_weights(engine.stream_weights())]
         engine._publish_dtype = torch.bfloat16
-        found[family].append(collect_tensors(engine.stream_weights()))
+        found[family].append(gather_weights(engine.stream_weights()))
     return found
 
 

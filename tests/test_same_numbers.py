@@ -29,7 +29,7 @@ from engine_batches import (
     save_model,
     sum_policy_gradient,
 )
-from ranks import on_ranks
+from ranks import gather_weights, on_ranks
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -39,7 +39,6 @@ from configs.parallel import Accumulate
 from learners.packing import Packed, pack_rows
 from learners.world import World
 from slipstream_bench.network_hosts import NetworkHosts, find_obstacle
-from sync.stream import collect_tensors
 
 ENGINE_ROWS = {
     "fsdp": EngineRow("fsdp", 1),
@@ -214,7 +213,7 @@ def train_step(world: World, row: EngineRow, folder: Path, num_microbatches: int
         return loss
 
     norm = engine.update(parts, loss_fn, LR)
-    weights = collect_tensors(engine.stream_weights())
+    weights = gather_weights(engine.stream_weights())
     return EngineOutcome(
         float(world.add_tensor(losses)),
         norm,

@@ -14,7 +14,7 @@ from engine_batches import (
     save_model,
     sum_policy_gradient,
 )
-from ranks import on_ranks
+from ranks import gather_weights, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -25,7 +25,6 @@ from configs.parallel import Accumulate, LoraConfig
 from learners import fsdp, lora
 from learners.packing import Packed, pack_rows
 from learners.world import World
-from sync.stream import collect_tensors
 
 # ---- a mesh of GPUs, where there is none: whatever is moved to it fails
 
@@ -94,7 +93,7 @@ def _step(world: World, folder: Path, choice: Accumulate, number: int) -> tuple[
         )
 
     engine.update([pack_rows(batch, mine[first::number]) for first in range(number)], loss_fn, LR)
-    return held[0], collect_tensors(engine.stream_weights())
+    return held[0], gather_weights(engine.stream_weights())
 
 
 def _whole_gradients(model: nn.Module) -> int:

@@ -37,12 +37,13 @@ from learners.megatron.checkpoint import (
     ShardRange,
     write_rank_file,
 )
+from learners.megatron.columns import stream_columns
 from learners.megatron.model import MegatronModel, ParallelSizes, find_problems, make_transformer_config
 from learners.megatron.names import ModelFiles, Parameter, ParameterNames, ShardLayout
 from learners.megatron.routers import watch_routers
 from learners.packing import Packed
 from learners.routing import LoadBalance, check_replay
-from sync.stream import BUCKET_BYTES, TensorPart, stream_tensor
+from sync.stream import BUCKET_BYTES, TensorPart, choose_rows, stream_rows
 
 _groups: tuple[ParallelSizes, Any] | None = None
 """The sizes that Megatron's process groups were made for, and the default group that they were made in."""
@@ -311,28 +312,54 @@ class MegatronEngine:
         return self._balance.metrics
 
     def stream_weights(self) -> Iterator[TensorPart]:
-        for name, parameter in self._names.parameters.items():
-            owners = self._find_owners(parameter)
-            if dist.get_rank() == 0:
-                shards = [
-                    self._cast_for_publication(name) if owner == 0 else self._receive_shard(parameter, owner)
-                    for owner in owners
-                ]
-                for source, whole in zip(
-                    parameter.sources, self._names.join_shards(parameter.layout, shards), strict=True
-                ):
-                    yield from stream_tensor(source, whole, self._publish_dtype, self._bucket_bytes)
-            elif dist.get_rank() in owners:
-                dist.send(self._cast_for_publication(name), dst=0)
+        """Ranks that hold the same rows divide these among themselves."""
+        for name, local in self._local.items():
+            if name not in self._names.parameters:  # a tied head: the first stage publishes it
+                continue
+            parameter, index, count = self._find_shard(name)
+            is_expert = parameter.expert is not None
+            if parameter.layout is ShardLayout.columns and count > 1:
+                group = (
+                    mpu.get_expert_tensor_parallel_group()
+                    if is_expert
+                    else mpu.get_tensor_model_parallel_group()
+                )
+                yield from stream_columns(
+                    parameter.sources[0],
+                    local.detach(),
+                    group,
+                    self._find_replica(is_expert),
+                    self._publish_dtype,
+                    self._bucket_bytes,
+                )
+                continue
+            number, copies = self._find_replica(is_expert)
+            if count == 1 and not is_expert:
+                # Tensor-parallel ranks have copies of it too.
+                size = self._sizes.tensor_parallel
+                number, copies = number * size + mpu.get_tensor_model_parallel_rank(), copies * size
+            parts = self._names.split_shard(parameter.layout, local.detach(), count)
+            for source, rows in zip(parameter.sources, parts, strict=True):
+                row_bytes = rows[:1].numel() * self._publish_dtype.itemsize
+                begin, end = choose_rows(len(rows), row_bytes, number, copies)
+                shape = (len(rows) * count, *rows.shape[1:])
+                yield from stream_rows(
+                    source,
+                    shape,
+                    len(rows) * index + begin,
+                    rows[begin:end],
+                    self._publish_dtype,
+                    self._bucket_bytes,
+                )
 
-    def _cast_for_publication(self, name: str) -> Tensor:
-        return self._local[name].detach().to(self._publish_dtype)
-
-    def _receive_shard(self, parameter: Parameter, owner: int) -> Tensor:
-        shape = self._names.find_shape(parameter, self._count_shards(parameter))
-        shard = torch.empty(shape, dtype=self._publish_dtype, device=next(self._model.parameters()).device)
-        dist.recv(shard, src=owner)
-        return shard
+    def _find_replica(self, is_expert: bool) -> tuple[int, int]:
+        """Returns this rank's number among those that hold the same shard, and how many these are."""
+        if is_expert:
+            return mpu.get_expert_data_parallel_rank(), mpu.get_expert_data_parallel_world_size()
+        return (
+            mpu.get_data_parallel_rank(with_context_parallel=True),
+            mpu.get_data_parallel_world_size(with_context_parallel=True),
+        )
 
     def copy_state(self) -> StateWriter:
         tensors = {f"random.{name}": state.clone() for name, state in self._read_random_states().items()}

@@ -224,6 +224,20 @@ class ParameterNames:
                 gates, ups = zip(*(shard.chunk(2) for shard in shards), strict=True)
                 return [torch.cat(gates), torch.cat(ups)]
             case ShardLayout.qkv:
-                by_group = torch.cat(list(shards)).unflatten(0, (self._groups, -1))
-                head = by_group.shape[1] // (self._queries + 2)
-                return [part.flatten(0, 1) for part in by_group.split([self._queries * head, head, head], 1)]
+                return self._split_groups(torch.cat(list(shards)), self._groups)
+
+    def split_shard(self, layout: ShardLayout, shard: Tensor, count: int) -> list[Tensor]:
+        """Returns what one of `count` shards has of each of Hugging Face's tensors, in the order of
+        `Parameter.sources`: consecutive rows, or, of a matrix that is divided by columns, columns."""
+        match layout:
+            case ShardLayout.gate_up:
+                return list(shard.chunk(2))
+            case ShardLayout.qkv:
+                return self._split_groups(shard, self._groups // count)
+        return [shard]
+
+    def _split_groups(self, shard: Tensor, groups: int) -> list[Tensor]:
+        """Returns queries, keys and values of so many groups of heads."""
+        by_group = shard.unflatten(0, (groups, -1))
+        head = by_group.shape[1] // (self._queries + 2)
+        return [part.flatten(0, 1) for part in by_group.split([self._queries * head, head, head], 1)]

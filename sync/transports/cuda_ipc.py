@@ -13,7 +13,7 @@ Exercised with a stand-in for CUDA only; never run on a GPU.
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from configs.transports import TransportUse
 from sync.announcement import Announcement
 from sync.manifest import Manifest, dtype_name
 from sync.snapshot import Snapshot
-from sync.stream import TensorPart
 from sync.transports.ends import GeneratorEnd, LearnerEnd, SocketGuards
 from sync.transports.shared_memory import FolderEnd
 from sync.weight_source import EngineWeights, WeightSource
@@ -59,27 +58,14 @@ class DeviceCopy(LearnerEnd):
         self._offered: int | None = None
         """Descriptor of the handles on offer."""
         self._path = folder / "none"
-        self._writing = False
 
-    def tee_parts(self, parts: Iterable[TensorPart]) -> Iterator[TensorPart]:
-        """Passes the parts on, and keeps them on the device."""
-        is_wanted = self._always or (self._folder / f"gpu-{self._gpu}").exists()
-        self._writing = is_wanted and self._withdraw_offer()
-        kept: dict[str, int] = {}
-        for part in parts:
-            if self._writing:
-                self._keep_part(part, kept.setdefault(part.name, 0))
-                kept[part.name] += part.elements.numel()
-            yield part
-
-    def _keep_part(self, part: TensorPart, begin: int) -> None:
-        kept = self._tensors.get(part.name)
-        if kept is None or kept.shape != part.shape or kept.dtype != part.elements.dtype:
-            # The device is named, because parts of an offloaded model come from the host's memory.
-            kept = torch.empty(part.shape, dtype=part.elements.dtype, device=self._device)
-            self._tensors[part.name] = kept
-            self._handles.pop(part.name, None)
-        kept.view(-1)[begin : begin + part.elements.numel()].copy_(part.elements.reshape(-1))
+    def _keep_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        kept = self._tensors.get(name)
+        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+            kept = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+            self._tensors[name] = kept
+            self._handles.pop(name, None)
+        kept.copy_(tensor)
 
     def _withdraw_offer(self) -> bool:
         """Returns whether the copy may be written over. First the file goes, so that no engine begins to
@@ -96,9 +82,16 @@ class DeviceCopy(LearnerEnd):
         return True
 
     def offer_version(self, manifest: Manifest) -> None:
-        """Offers the copy of the parts that `tee_parts` has passed on. Their snapshot is complete."""
-        if not self._writing:
+        """Copies the version from its file to the device, and offers the copy.
+
+        Not where engines have not asked for one, while one of them reads the copy before, nor where ranks on
+        several hosts have written the file.
+        """
+        is_wanted = self._always or (self._folder / f"gpu-{self._gpu}").exists()
+        if manifest.parts is not None or not is_wanted or not self._withdraw_offer():
             return
+        for name, tensor in Snapshot(manifest).named_tensors():
+            self._keep_tensor(name, tensor)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         tensors = []

@@ -11,7 +11,7 @@ its ends.
 """
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -22,7 +22,6 @@ from configs.schema import Config
 from configs.transports import Transport
 from sync.announcement import Announcement
 from sync.manifest import Manifest
-from sync.stream import TensorPart
 from sync.weight_source import WeightSource
 
 
@@ -35,14 +34,9 @@ class LearnerEnd:
     address: str = ""
     """Address for the announcement, where other hosts ask for versions; empty: nowhere."""
 
-    def tee_parts(self, parts: Iterable[TensorPart]) -> Iterable[TensorPart]:
-        """Passes on the parts of a version while the publisher writes them into its folder, and may keep a
-        copy."""
-        return parts
-
     def offer_version(self, manifest: Manifest) -> None:
-        """Makes a version available, whose files in the folder are complete. Returns at once: training waits
-        for it."""
+        """Makes a version available, whose files in the folder are complete, before it is announced. A thread
+        calls it beside training."""
 
     def make_room(self) -> None:
         """Gives back what only saves time or bytes: the folder has no room for the next version."""

@@ -2,8 +2,10 @@
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -35,6 +37,7 @@ from sync.transports.messages import (
     PatchRoute,
     RelayParent,
 )
+from sync.transports.part_sources import FileSources, OneSource, PartSources
 from sync.transports.puller import FIRST_BYTES, ByteRange, KeepBytes, LackingServer, Puller, SilentServer
 
 log = logging.getLogger("slipstream.weights")
@@ -45,6 +48,8 @@ OUTPACED = 4
 """A relay that would need long is passed over when the publisher sends so many times as fast at present."""
 MAX_PARENTS = 4
 """Most relays that are asked for a file before the publisher itself is."""
+MAX_SOURCES_AT_A_TIME = 16
+"""Most hosts of a learner's ranks that parts of a file are fetched from at the same time."""
 SILENT_S = 600.0
 """Seconds in which a relay that has not answered is not asked again."""
 
@@ -120,7 +125,8 @@ class Fetcher:
                 manifest = self.fetch_manifest(address, name, digest)
                 self._remove_leftovers(local)
                 is_begun = local.with_suffix(".part").exists()
-                if direct or is_begun or not self._fetch_by_patches(address, local):
+                is_divided = manifest.parts is not None
+                if direct or is_begun or is_divided or not self._fetch_by_patches(address, local):
                     self._fetch_snapshot(address, local, manifest, direct)
                 put_manifest(manifest, local)
             self._returned = local, _identify_snapshot(local)
@@ -207,7 +213,8 @@ class Fetcher:
             local.with_suffix(".chunks").unlink(missing_ok=True)
             if (spare := find_spare(self.folder)) is not None:
                 Path(spare.path).rename(part)
-        self._fetch_file(address, snapshot.name, manifest.num_bytes, direct=direct)
+        sources = None if manifest.parts is None else PartSources(manifest.parts)
+        self._fetch_file(address, snapshot.name, manifest.num_bytes, direct=direct, sources=sources)
 
     def _fetch_by_patches(self, address: str, local: Path) -> bool:
         """Makes the snapshot from the newest version here and patches; false where there are none, or they do
@@ -266,9 +273,21 @@ class Fetcher:
             patching.unlink(missing_ok=True)
         return True
 
-    def _fetch_file(self, address: str, name: str, num_bytes: int, *, direct: bool = False) -> None:
-        """Fetches a file, or what is missing of it, and lets other hosts have what has arrived. Raises
-        TransferFailed, and DiskFull."""
+    def _fetch_file(
+        self,
+        address: str,
+        name: str,
+        num_bytes: int,
+        *,
+        direct: bool = False,
+        sources: PartSources | None = None,
+    ) -> None:
+        """Fetches a file, or what is missing of it, and lets other hosts have what has arrived.
+
+        `sources`: where its parts are, when the publisher at `address` has not the whole file. Raises
+        TransferFailed, and DiskFull.
+        """
+        sources = OneSource(address) if sources is None else sources
         part, chunks = ((self.folder / name).with_suffix(suffix) for suffix in (".part", ".chunks"))
         arrived = Extents()
         if not part.exists():
@@ -291,12 +310,10 @@ class Fetcher:
 
                 if self.serve_at and not direct:
                     self._pull_from_relays(
-                        address, name, lambda: arrived.missing_ranges(num_bytes), keep_bytes
+                        address, sources, name, lambda: arrived.missing_ranges(num_bytes), keep_bytes
                     )
-                missing, patience_s = arrived.missing_ranges(num_bytes), self._timeout_s
-                self._puller.pull_ranges(
-                    address, name, missing, keep_bytes, silence_s=patience_s, stall_s=patience_s
-                )
+                missing = sources.divide_ranges(arrived.missing_ranges(num_bytes))
+                self._pull_from_sources(name, missing, keep_bytes)
         except OSError as error:
             if is_disk_full(error):
                 num_missing = sum(end - begin for begin, end in arrived.missing_ranges(num_bytes))
@@ -306,8 +323,37 @@ class Fetcher:
         part.rename(self.folder / name)
         chunks.unlink()
 
+    def _pull_from_sources(self, name: str, missing: dict[str, list[ByteRange]], keep: KeepBytes) -> None:
+        """Brings ranges of a file from the addresses that have them, from all at the same time.
+
+        Raises TransferFailed, which names the address, when one of them fails; what the others have sent is
+        kept.
+        """
+        limits = {"silence_s": self._timeout_s, "stall_s": self._timeout_s}
+        if len(missing) < 2:
+            for address, ranges in missing.items():
+                self._puller.pull_ranges(address, name, ranges, keep, **limits)
+            return
+        lock = threading.Lock()
+
+        def keep_alone(offset: int, data: memoryview) -> None:
+            with lock:
+                keep(offset, data)
+
+        def pull_from(address: str) -> None:
+            puller = Puller(self.secure)  # one for each thread: a socket is one thread's
+            try:
+                puller.pull_ranges(address, name, missing[address], keep_alone, **limits)
+            finally:
+                puller.close()
+
+        with ThreadPoolExecutor(min(len(missing), MAX_SOURCES_AT_A_TIME)) as pool:
+            pulls = [pool.submit(pull_from, address) for address in missing]
+        for pull in pulls:
+            pull.result()
+
     def _pull_from_relays(
-        self, address: str, name: str, find_missing: Callable[[], list[ByteRange]], keep: KeepBytes
+        self, address: str, sources: FileSources, name: str, find_missing: Callable[[], list[ByteRange]], keep: KeepBytes
     ) -> None:
         """Brings what is missing from the relays that the publisher names, one after the other: all of it, or
         less where they fail or there are none."""
@@ -323,7 +369,7 @@ class Fetcher:
                     keep,
                     silence_s=self._patience_s,
                     stall_s=self._timeout_s,
-                    is_outpaced=lambda rate: self._is_outpaced(rate, address, name, find_missing(), keep),
+                    is_outpaced=lambda rate: self._is_outpaced(rate, sources, name, find_missing(), keep),
                 )
             except TransferFailed as error:
                 log.info("%s; another one is asked", error)
@@ -334,13 +380,14 @@ class Fetcher:
                 )
 
     def _is_outpaced(
-        self, rate: float, address: str, name: str, missing: list[ByteRange], keep: KeepBytes
+        self, rate: float, sources: FileSources, name: str, missing: list[ByteRange], keep: KeepBytes
     ) -> bool:
         """True for a relay that sends `rate` bytes a second and would need long for the rest, when a piece of
         that comes from the publisher in less than the `OUTPACED`th part of the time."""
         if sum(end - begin for begin, end in missing) < rate * self._timeout_s:
             return False
-        begin, end = missing[-1]
+        address, ranges = list(sources.divide_ranges(missing[-1:]).items())[-1]
+        begin, end = ranges[-1]
         piece = max(begin, end - int(min(CHUNK_BYTES, max(FIRST_BYTES, rate)))), end
         patience_s = min(self._timeout_s, (piece[1] - piece[0]) / rate / OUTPACED)
         began = time.monotonic()

@@ -28,6 +28,7 @@ import msgspec
 from msgspec import Meta
 
 from sync.announcement import VERSION_NAME
+from sync.manifest import ADDRESS
 
 CHUNK_BYTES = 4 << 20
 """Most bytes that are asked for at a time."""
@@ -44,7 +45,6 @@ MAX_PATCHES = 64
 """Most patches on the way from one version to another."""
 FILE_NAME = re.compile(rf"{VERSION_NAME}(\.json|\.safetensors|-from-{VERSION_NAME}\.patch)")
 """Names of the files that a server serves."""
-ADDRESS = r"tcp://[\w.:\[\]-]{1,255}:\d{1,5}"
 
 Name = Annotated[str, Meta(max_length=255)]
 NumBytes = Annotated[int, Meta(ge=0, le=1 << 50)]

@@ -22,8 +22,7 @@ class HostRelay:
     def __init__(self, fetcher: Fetcher, open_server: OpenServer, ports: range | None = None) -> None:
         """`ports`: those at which it may serve; None: any."""
         self._fetcher, self._open_server = fetcher, open_server
-        # From the last one down: the run itself takes its own from the first one up.
-        self._ports = [0] if ports is None else list(reversed(ports))
+        self._ports = ports
         self.server: SnapshotServer | None = None
         """The server in this process, if it is the one that serves."""
         self.served: Path | None = None
@@ -44,7 +43,7 @@ class HostRelay:
                 return
             # The fetcher has moved to another folder, because a process was stuck with the lock of the first.
             self._stop_serving()
-        own_address = _find_own_address(publisher)
+        own_address = find_own_address(publisher)
         record, self.served = folder / "relay", folder
         lock = os.open(record, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -55,20 +54,9 @@ class HostRelay:
             self._fetcher.serve_at = record.read_text()
             return
         self._lock = lock
-        self.server = self._open_at_free_port(folder, own_address)
+        self.server = open_at_free_port(self._open_server, folder, own_address, self._ports)
         record.write_text(self.server.address)
         self._fetcher.serve_at = self.server.address
-
-    def _open_at_free_port(self, folder: Path, host: str) -> SnapshotServer:
-        for port in self._ports:
-            try:
-                return self._open_server(folder, f"tcp://{host}:{port}")
-            except ValueError as error:
-                taken = error
-        raise ValueError(
-            f"cluster.ports must have a free port for the relay of {socket.gethostname()}, got "
-            f"{self._ports[-1]}-{self._ports[0]}"
-        ) from taken
 
     def close(self) -> None:
         self._stop_serving()
@@ -82,7 +70,27 @@ class HostRelay:
             self._lock = None
 
 
-def _find_own_address(peer: str) -> str:
+def open_at_free_port(
+    open_server: OpenServer, folder: Path, host: str, ports: range | None = None
+) -> SnapshotServer:
+    """Opens a server at an address of this host. `ports`: those that it may have; None: any.
+
+    Raises ValueError where none is free.
+    """
+    # From the last one down: the run itself takes its own from the first one up.
+    tried = [0] if ports is None else list(reversed(ports))
+    for port in tried:
+        try:
+            return open_server(folder, f"tcp://{host}:{port}")
+        except ValueError as error:
+            taken = error
+    raise ValueError(
+        f"cluster.ports must have a free port to serve weights at on {socket.gethostname()}, got "
+        f"{tried[-1]}-{tried[0]}"
+    ) from taken
+
+
+def find_own_address(peer: str) -> str:
     """Returns this host's address on the way to a peer. A connected UDP socket knows it; nothing is sent.
 
     Raises TransferFailed when there is no way: a link is down, or the peer's name is not known.
@@ -90,7 +98,7 @@ def _find_own_address(peer: str) -> str:
     host, _, port = peer.removeprefix("tcp://").rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, int(port)))
+            probe.connect((host, int(port) or 1))
         except OSError as error:
             raise TransferFailed(f"there is no way to {peer}: {error.strerror}") from error
         return str(probe.getsockname()[0])

@@ -122,7 +122,8 @@ class SnapshotServer(LearnerEnd):
     def offer_version(self, manifest: Manifest) -> None:
         """Starts to make the patch that leads to this version. Returns at once. Raises as `check_alive`."""
         self.check_alive()
-        self.patches.offer_version(manifest)
+        if manifest.parts is None:  # of a file with holes there is none
+            self.patches.offer_version(manifest)
 
     def make_room(self) -> None:
         """Drops the patches, and the deleted versions that slow hosts are still at: they begin anew. Waits a

@@ -1,0 +1,290 @@
+"""The publication of versions by all ranks, beside training.
+
+    training  ── step ──▶ copy own rows ──▶ next step ─────────────────────────▶ copy ──▶
+                               │                          ▲
+    thread                     └─▶ write, digest ─▶ manifest, complete ─▶ the first rank announces it
+
+Training waits for the copy alone, and for the publication before it where that still goes on. A version is
+announced when it is complete: its file has all rows, and the manifest is beside it.
+
+The ranks of a host write one file. With ranks on several hosts each host has a file of the same layout, with
+holes where others have rows, and the first rank of each host serves it.
+"""
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from configs.disk import DiskFull, disk_full, is_disk_full
+from configs.host import boot_id
+from learners.world import World
+from sync.file_layout import FileLayout, RankForms, note_forms
+from sync.folders import SHARED_MEMORY
+from sync.manifest import Manifest, PartSource
+from sync.publisher import Publisher
+from sync.staged_rows import StagedRows
+from sync.stream import TensorPart
+
+log = logging.getLogger("slipstream.weights")
+
+LOOK_S = 1.0
+"""How often a wait looks whether the publication under way has got on."""
+
+PartStream = Callable[[], Iterable[TensorPart]]
+"""Yields this rank's parts of the model held."""
+
+
+class RankPlace(msgspec.Struct, frozen=True):
+    """Message of each rank to all: where it writes."""
+
+    memory: str
+    """Name that the ranks of one host have in common (`identify_memory`)."""
+    host: str
+    """Name of the host, for people."""
+    address: str
+    """Where it serves the host's file; empty: it does not."""
+
+
+class RankOutcome(msgspec.Struct, frozen=True):
+    """Message of each rank to all: how its part of the work on a version has ended."""
+
+    host: str
+    data: bytes
+    error: str
+    """Empty where it has ended well."""
+    is_disk_full: bool
+
+
+class AgreedVersion(msgspec.Struct, frozen=True):
+    """Message of the first rank to the publishers of the other hosts."""
+
+    manifest: Manifest
+    needed_versions: frozenset[int]
+
+
+def identify_memory() -> str:
+    """Returns a name that processes have in common which see each other's files in shared memory."""
+    return f"{boot_id()} {SHARED_MEMORY.stat().st_dev}"
+
+
+class Publication:
+    """One rank's part in it."""
+
+    def __init__(self, world: World | None = None, publisher: Publisher | None = None, memory: str = "") -> None:
+        """Collective. `world`: all ranks, in a world that only this uses, because the thread's collectives
+        must not mix with training's. `publisher`: on the first rank of each host. `memory`: a name that the
+        ranks of one host have in common; ranks that publish nothing may have any."""
+        self._world, self.publisher = world or World(), publisher
+        own = RankPlace(memory, os.uname().nodename, publisher.address if publisher is not None else "")
+        told = self._world.gather_messages(msgspec.json.encode(own))
+        places = [msgspec.json.decode(one, type=RankPlace) for one in told]
+        memories = list(dict.fromkeys(place.memory for place in places))
+        self._hosts = [memories.index(place.memory) for place in places]
+        """By rank, the number of its host."""
+        self._firsts = [self._hosts.index(number) for number in range(len(memories))]
+        """By host, its first rank."""
+        self._places = places
+        self._layout: FileLayout | None = None
+        self._rows: StagedRows | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="publication")
+        self._under_way: Future[Manifest] | None = None
+        self._sources: list[PartSource] = []
+        """The hosts that have rows, and the first rank's."""
+        self._source_of: dict[int, int] = {}
+        """By host, its number among them."""
+        self.needed_versions: frozenset[int] = frozenset()
+        """On the first rank, the versions that stay because they are evaluated later."""
+        self.waited_s = 0.0
+        """Seconds that training waited for the last publication: for its copy, and for the one before."""
+        self.write_s: float | None = None
+        """Seconds that the last version took to be written beside training; None before there is one."""
+
+    @property
+    def is_divided(self) -> bool:
+        """True when no host has a whole file."""
+        return len(self._sources) > 1
+
+    @property
+    def is_under_way(self) -> bool:
+        """True until `take_complete` has returned the version that was begun last, or raised."""
+        return self._under_way is not None
+
+    def check_alive(self) -> None:
+        """Raises RuntimeError, with the traceback, when a thread that serves weights here has died."""
+        if self.publisher is not None:
+            self.publisher.check_alive()
+
+    def begin_version(
+        self, version: int, stream: PartStream, on_progress: Callable[[], None] = lambda: None
+    ) -> None:
+        """Copies this rank's rows; a thread publishes the copy. `take_complete` must have returned the
+        version before.
+
+        The first call is collective, and so is what `stream` calls for.
+        """
+        assert self._under_way is None, "the version before is complete first"
+        if self._layout is None:
+            self._agree_on_layout(stream())
+        assert self._rows is not None
+        self._rows.copy_parts(_watch_parts(stream(), on_progress))
+        self._under_way = self._thread.submit(self._publish_version, version)
+
+    def take_complete(
+        self, *, wait: bool = False, on_progress: Callable[[], None] = lambda: None
+    ) -> Manifest | None:
+        """Returns the manifest of a version that has become complete, once; else None.
+
+        With `wait` it waits for the version under way, and calls `on_progress` while that one gets on. Raises
+        the error that its publication ended with, on all ranks.
+        """
+        if self._under_way is None or not (wait or self._under_way.done()):
+            return None
+        assert self._rows is not None
+        before = -1
+        while not self._under_way.done():
+            if (now := self._rows.num_done) != before:
+                before = now
+                on_progress()
+            futures.wait([self._under_way], LOOK_S)
+        done, self._under_way = self._under_way, None
+        return done.result()
+
+    def announce(self, manifest: Manifest) -> str:
+        """Returns the announcement of a complete version, on the first rank. It names no host where none has
+        the whole file."""
+        assert self.publisher is not None
+        return self.publisher.announce_version(manifest)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns measurements of the last publication that training waited for, and the seconds that the
+        last complete one took beside training."""
+        assert self._rows is not None and self._layout is not None
+        beside = {} if self.write_s is None else {"weights/write_s": self.write_s}
+        return beside | {
+            "weights/publish_s": self.waited_s,
+            "weights/publish_copy_s": self._rows.copy_s,
+            "weights/publish_gb_per_s": self._layout.num_bytes / max(self.waited_s, 1e-9) / 1e9,
+            "weights/publish_peak_bytes": float(self._rows.largest_part),
+            "weights/staged_bytes": float(self._rows.num_bytes),
+        }
+
+    def close(self) -> None:
+        """Lets the thread end after what it is at, does not wait for it, and closes the publisher."""
+        self._thread.shutdown(wait=False)
+        if self.publisher is not None:
+            self.publisher.close()
+
+    def _agree_on_layout(self, parts: Iterable[TensorPart]) -> None:
+        """Lets all ranks know what each publishes of every version, and makes the memory for this rank's
+        rows."""
+        told = self._world.gather_messages(msgspec.json.encode(note_forms(parts)))
+        forms = [msgspec.json.decode(one, type=RankForms) for one in told]
+        self._layout = layout = FileLayout(forms)
+        self._rows = StagedRows(layout, self._world.rank)
+        # The first rank's host has the header, whoever has rows.
+        writing = {0} | {self._hosts[span.rank] for span in layout.spans}
+        for host in sorted(writing):
+            self._source_of[host] = len(self._sources)
+            place = self._places[self._firsts[host]]
+            self._sources.append(PartSource(place.host, place.address))
+
+    # ---- in the thread
+
+    def _publish_version(self, version: int) -> Manifest:
+        began = time.perf_counter()
+        assert self._rows is not None
+        try:
+            paths = self._run_together(partial(self._begin_file, version))
+            path = Path(paths[self._firsts[self._hosts[self._world.rank]]].decode())
+            rests = self._rows.exchange_fragments(self._world.exchange_messages, self._world.size)
+            chunks = self._run_together(partial(self._write_rows, path, rests))
+            told = self._run_together(partial(self._describe_version, version, chunks))
+            agreed = msgspec.json.decode(told[0], type=AgreedVersion)
+            self._run_together(partial(self._complete_version, agreed))
+        except BaseException:
+            if self.publisher is not None:
+                with contextlib.suppress(OSError):
+                    self.publisher.drop_version(version)
+            raise
+        self.write_s = time.perf_counter() - began
+        return agreed.manifest
+
+    def _begin_file(self, version: int) -> bytes:
+        if self.publisher is None:
+            return b""
+        assert self._layout is not None
+        host = self._hosts[self._world.rank]
+        num_bytes = sum(
+            span.end - span.begin for span in self._layout.spans if self._hosts[span.rank] == host
+        )
+        return os.fsencode(self.publisher.begin_version(version, self._layout, num_bytes))
+
+    def _write_rows(self, path: Path, rests: dict[int, bytes]) -> bytes:
+        assert self._rows is not None
+        if not self._rows.num_bytes:
+            return b""
+        try:
+            return self._rows.write_rows(path, rests)
+        except OSError as error:
+            if is_disk_full(error):
+                raise disk_full(path, self._rows.num_bytes) from error
+            raise
+
+    def _describe_version(self, version: int, chunks: list[bytes]) -> bytes:
+        if self._world.rank > 0:
+            return b""
+        assert self.publisher is not None and self._layout is not None
+        entries, parts = self._layout.describe_tensors(chunks), None
+        if self.is_divided:
+            hosts = [self._source_of.get(host, 0) for host in self._hosts]
+            parts = self._layout.describe_parts(chunks, self._sources, hosts)
+        manifest = self.publisher.describe_version(version, self._layout, entries, parts)
+        return msgspec.json.encode(AgreedVersion(manifest, self.needed_versions))
+
+    def _complete_version(self, agreed: AgreedVersion) -> bytes:
+        if self.publisher is not None:
+            self.publisher.needed_versions = agreed.needed_versions
+            self.publisher.complete_version(agreed.manifest)
+        return b""
+
+    def _run_together(self, action: Callable[[], bytes]) -> list[bytes]:
+        """Runs each rank's action; returns what they return, by rank. When one fails all ranks raise, so that
+        nobody waits for it.
+
+        A rank that failed raises its own error, the others RuntimeError with the text of that error, or
+        DiskFull where the failed rank found no room.
+        """
+        failed, data = None, b""
+        try:
+            data = action()
+        except BaseException as error:
+            failed = error
+        text = "" if failed is None else f"{type(failed).__name__}: {failed}"
+        own = RankOutcome(os.uname().nodename, data, text, isinstance(failed, DiskFull))
+        told = self._world.gather_messages(msgspec.msgpack.encode(own))
+        if failed is not None:
+            raise failed
+        outcomes = [msgspec.msgpack.decode(one, type=RankOutcome) for one in told]
+        for rank, outcome in enumerate(outcomes):
+            if outcome.error:
+                kind = DiskFull if outcome.is_disk_full else RuntimeError
+                raise kind(
+                    f"rank {rank} on {outcome.host} could not publish its part of the weights: "
+                    f"{outcome.error}"
+                )
+        return [outcome.data for outcome in outcomes]
+
+
+def _watch_parts(parts: Iterable[TensorPart], on_progress: Callable[[], None]) -> Iterable[TensorPart]:
+    """Passes the parts on; each shows that the publication gets on."""
+    for part in parts:
+        on_progress()
+        yield part
