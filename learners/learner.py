@@ -204,9 +204,12 @@ class Learner:
         with."""
         if self._publication is None:
             return
+        before = self._activity
         if wait and self._publication.is_under_way:
             self._begin_activity("writing the newest version")
         manifest = self._publication.take_complete(wait=wait, on_progress=self._repeat_activity)
+        if self._activity != before:
+            self._begin_activity(before)
         if manifest is None or self._rank > 0:
             return
         request = m.PublishVersion(

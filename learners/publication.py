@@ -26,7 +26,7 @@ import msgspec
 from configs.disk import DiskFull, disk_full, is_disk_full
 from configs.host import boot_id
 from learners.world import World
-from sync.file_layout import FileLayout, RankForms, note_forms
+from sync.file_layout import FileLayout, RankForms, SpanDigests, note_forms
 from sync.folders import SHARED_MEMORY
 from sync.manifest import Manifest, PartSource
 from sync.publisher import Publisher
@@ -205,8 +205,8 @@ class Publication:
             paths = self._run_together(partial(self._begin_file, version))
             path = Path(paths[self._firsts[self._hosts[self._world.rank]]].decode())
             rests = self._rows.exchange_fragments(self._world.exchange_messages, self._world.size)
-            chunks = self._run_together(partial(self._write_rows, path, rests))
-            told = self._run_together(partial(self._describe_version, version, chunks))
+            digests = self._run_together(partial(self._write_rows, path, rests))
+            told = self._run_together(partial(self._describe_version, version, digests))
             agreed = msgspec.json.decode(told[0], type=AgreedVersion)
             self._run_together(partial(self._complete_version, agreed))
         except BaseException:
@@ -230,22 +230,23 @@ class Publication:
     def _write_rows(self, path: Path, rests: dict[int, bytes]) -> bytes:
         assert self._rows is not None
         if not self._rows.num_bytes:
-            return b""
+            return msgspec.msgpack.encode([])
         try:
-            return self._rows.write_rows(path, rests)
+            return msgspec.msgpack.encode(self._rows.write_rows(path, rests))
         except OSError as error:
             if is_disk_full(error):
                 raise disk_full(path, self._rows.num_bytes) from error
             raise
 
-    def _describe_version(self, version: int, chunks: list[bytes]) -> bytes:
+    def _describe_version(self, version: int, digests: list[bytes]) -> bytes:
         if self._world.rank > 0:
             return b""
         assert self.publisher is not None and self._layout is not None
-        entries, parts = self._layout.describe_tensors(chunks), None
+        told = [msgspec.msgpack.decode(one, type=list[SpanDigests]) for one in digests]
+        entries, parts = self._layout.describe_tensors(told), None
         if self.is_divided:
             hosts = [self._source_of.get(host, 0) for host in self._hosts]
-            parts = self._layout.describe_parts(chunks, self._sources, hosts)
+            parts = self._layout.describe_parts(told, self._sources, hosts)
         manifest = self.publisher.describe_version(version, self._layout, entries, parts)
         return msgspec.json.encode(AgreedVersion(manifest, self.needed_versions))
 

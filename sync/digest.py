@@ -92,6 +92,16 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
+def digest_pieces(data: memoryview, head: int = 0) -> list[bytes]:
+    """Returns the digests, 16 bytes each, of the first `head` bytes and of each chunk after them.
+
+    With the bytes of a tensor up to its next chunk as the head, these are the tensor's own chunks.
+    """
+    pieces = [data[:head]] if head else []
+    pieces += [data[at : at + CHUNK_BYTES] for at in range(head, len(data), CHUNK_BYTES)]
+    return [xxhash.xxh3_128_digest(piece) for piece in pieces]
+
+
 def tensor_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Returns the digests by name, each computed where its tensor is."""
     on_host = {name: tensor for name, tensor in tensors.items() if tensor.device.type == "cpu"}

@@ -11,7 +11,6 @@ belongs to the rank that writes its first byte; ranks that write further bytes o
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 import msgspec
@@ -67,6 +66,15 @@ class FileSpan(NamedTuple):
     def num_chunks(self) -> int:
         """Number of chunks that begin in the span."""
         return max(0, -(-(self.end - self.first_chunk) // CHUNK_BYTES))
+
+
+class SpanDigests(msgspec.Struct, frozen=True, array_like=True):
+    """What the rank that writes a span says of it."""
+
+    chunks: bytes
+    """Digests, 16 bytes each, of the chunks that begin in it."""
+    part: bytes
+    """Xxh3-128 over the digests of its pieces: it is cut where chunks begin."""
 
 
 class Fragment(NamedTuple):
@@ -159,12 +167,12 @@ class FileLayout:
     def own_spans(self, rank: int) -> list[FileSpan]:
         return [span for span in self.spans if span.rank == rank]
 
-    def describe_tensors(self, chunks: Sequence[bytes]) -> tuple[TensorEntry, ...]:
-        """Returns the manifest's entries. `chunks`: of each rank, the digests (16 bytes each) of the chunks
-        that begin in its spans, in order. Raises RuntimeError where a rank has sent more or fewer."""
+    def describe_tensors(self, told: Sequence[Sequence[SpanDigests]]) -> tuple[TensorEntry, ...]:
+        """Returns the manifest's entries. `told`: by rank, of each of its spans, in order. Raises RuntimeError
+        where a rank says too much or too little."""
         digests = {begin: xxhash.xxh3_128() for begin, end in self.places.values() if begin < end}
-        for span, own in self.divide_chunks(chunks):
-            digests[span.tensor].update(own)
+        for span, own in self._pair_spans(told):
+            digests[span.tensor].update(own.chunks)
         return tuple(
             TensorEntry(
                 name,
@@ -176,29 +184,23 @@ class FileLayout:
         )
 
     def describe_parts(
-        self, chunks: Sequence[bytes], sources: Sequence[PartSource], hosts: Sequence[int]
+        self, told: Sequence[Sequence[SpanDigests]], sources: Sequence[PartSource], hosts: Sequence[int]
     ) -> FileParts:
-        """Returns where all bytes are. `chunks`: see `describe_tensors`. `hosts`: of each rank, the number of
+        """Returns where all bytes are. `told`: see `describe_tensors`. `hosts`: of each rank, the number of
         the source that has its rows."""
-        parts = [FilePart(self.room, 0, xxhash.xxh3_128_hexdigest(b""))]
-        by_host = groupby(
-            self.divide_chunks(chunks), key=lambda each: (each[0].tensor, hosts[each[0].rank])
-        )
-        for (_, host), group in by_host:
-            spans = list(group)
-            digest = xxhash.xxh3_128_hexdigest(b"".join(own for _, own in spans))
-            parts.append(FilePart(self.room + spans[-1][0].end, host, digest))
-        return FileParts(tuple(sources), tuple(parts))
+        header = FilePart(self.room, 0, xxhash.xxh3_128_hexdigest(b""))
+        parts = [
+            FilePart(self.room + span.end, hosts[span.rank], own.part.hex())
+            for span, own in self._pair_spans(told)
+        ]
+        return FileParts(tuple(sources), (header, *parts))
 
-    def divide_chunks(self, chunks: Sequence[bytes]) -> Iterator[tuple[FileSpan, bytes]]:
-        """Yields each span with the digests of the chunks that begin in it. Raises as `describe_tensors`."""
-        taken = [0] * len(chunks)
+    def _pair_spans(
+        self, told: Sequence[Sequence[SpanDigests]]
+    ) -> Iterator[tuple[FileSpan, SpanDigests]]:
+        left = [iter(one) for one in told]
         for span in self.spans:
-            begin = taken[span.rank]
-            taken[span.rank] += 16 * span.num_chunks
-            yield span, chunks[span.rank][begin : taken[span.rank]]
-        for rank, one in enumerate(chunks):
-            if taken[rank] != len(one):
-                raise RuntimeError(
-                    f"rank {rank} must send {taken[rank] // 16} digests of chunks, got {len(one)} bytes"
-                )
+            own = next(left[span.rank], SpanDigests(b"", b""))
+            if len(own.chunks) != 16 * span.num_chunks or len(own.part) != 16:
+                raise RuntimeError(f"rank {span.rank} must digest the {span.num_chunks} chunks of {span}")
+            yield span, own

@@ -86,7 +86,7 @@ class FilePart(msgspec.Struct, frozen=True, array_like=True):
     source: Annotated[int, Meta(ge=0, lt=MAX_SOURCES)]
     """Number of the host that has them."""
     digest: HexDigest
-    """Xxh3-128 over the digests of the tensor's chunks (`sync.digest`) that begin in it."""
+    """Xxh3-128 over the digests of its pieces: it is cut where chunks of the tensor begin (`sync.digest`)."""
 
 
 class FileParts(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ import mmap
 import os
 import threading
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -17,9 +18,10 @@ from typing import Protocol
 import msgspec
 import numpy as np
 import torch
+import xxhash
 
 from configs.host import boot_id
-from sync.digest import tensor_digest
+from sync.digest import CHUNK_BYTES, digest_pieces, tensor_digest
 from sync.locks import hold_lock
 from sync.manifest import SAFETENSORS_DTYPES, DigestMismatch, Manifest, TensorEntry, parse_manifest
 
@@ -157,8 +159,29 @@ class Snapshot:
         for name, tensor in self.named_tensors():
             digests[name] = tensor_digest(tensor)
             progress()
-        expect_digests(self.manifest, digests, "the file")
+        expect_digests(self.manifest, digests, f"the file{self._name_wrong_hosts(digests)}")
         self.attested = True
+
+    def _name_wrong_hosts(self, digests: dict[str, str]) -> str:
+        """Returns which hosts of the learner's ranks have other bytes than they have published; empty where
+        there are none, or one host has the whole file."""
+        if self.manifest.parts is None:
+            return ""
+        ends = [part.end for part in self.manifest.parts.parts]
+        wrong: set[str] = set()
+        for entry in self.manifest.tensors:
+            if digests[entry.name] == entry.digest:
+                continue
+            tensor, stop = self._places[entry.name]
+            begin = tensor
+            for part in self.manifest.parts.parts[bisect_right(ends, tensor) : bisect_left(ends, stop) + 1]:
+                data = memoryview(self._map)[begin : part.end]
+                head = min(len(data), (tensor - begin) % CHUNK_BYTES)
+                if xxhash.xxh3_128_hexdigest(b"".join(digest_pieces(data, head))) != part.digest:
+                    source = self.manifest.parts.sources[part.source]
+                    wrong.add(f"{source.host} ({source.address})")
+                begin = part.end
+        return f", whose rows came from {', '.join(sorted(wrong))}," if wrong else ""
 
     def attest(self) -> None:
         """Verifies the bytes once per host: the first process does it and leaves a seal, the others wait for

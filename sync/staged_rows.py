@@ -4,7 +4,6 @@ are digested and written.
     model ── copy_parts: training waits ──▶ staging ── write_rows, digest_chunks: beside training ──▶ the file
 """
 
-import contextlib
 import os
 import time
 from bisect import bisect_right
@@ -14,8 +13,8 @@ from pathlib import Path
 import torch
 import xxhash
 
-from sync.digest import CHUNK_BYTES
-from sync.file_layout import FileLayout, FileSpan, Fragment
+from sync.digest import CHUNK_BYTES, digest_pieces
+from sync.file_layout import FileLayout, FileSpan, Fragment, SpanDigests
 from sync.stream import TensorPart
 
 ALIGNMENT = 64
@@ -119,29 +118,33 @@ class StagedRows:
             rests[chunk] = rests.get(chunk, b"") + data
         return rests
 
-    def write_rows(self, path: Path, rests: dict[int, bytes]) -> bytes:
-        """Writes the rows to their places in the file, which is there; returns the digests, 16 bytes each, of
-        the chunks that begin in them.
+    def write_rows(self, path: Path, rests: dict[int, bytes]) -> list[SpanDigests]:
+        """Writes the rows to their places in the file, which is there; returns the digests of each span.
 
         `rests`: see `exchange_fragments`. Raises OSError.
         """
-        digests: list[bytes] = []
-        with contextlib.ExitStack() as stack:
-            file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-            stack.callback(os.close, file)
-            for number, span in enumerate(self._spans):
-                head = min(span.first_chunk, span.end)
-                self._write_bytes(file, number, span.begin, head)
-                for begin in range(head, span.end, PIECE_BYTES):
-                    end = min(begin + PIECE_BYTES, span.end)
-                    self._write_bytes(file, number, begin, end)
-                    for chunk in range(begin, end, CHUNK_BYTES):
-                        data = self._view_bytes(number, chunk, min(chunk + CHUNK_BYTES, end))
-                        if rest := rests.get(chunk):
-                            digests.append(xxhash.xxh3_128_digest(b"".join((data, rest))))
-                        else:
-                            digests.append(xxhash.xxh3_128_digest(data))
-        return b"".join(digests)
+        file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            return [self._write_span(file, number, rests) for number in range(len(self._spans))]
+        finally:
+            os.close(file)
+
+    def _write_span(self, file: int, number: int, rests: dict[int, bytes]) -> SpanDigests:
+        span = self._spans[number]
+        at, end = span.begin, min(span.first_chunk, span.end)
+        pieces: list[bytes] = []
+        while at < span.end:
+            self._write_bytes(file, number, at, end)
+            head = end - at if at < span.first_chunk else 0
+            pieces += digest_pieces(self._view_bytes(number, at, end), head)
+            at, end = end, min(end + PIECE_BYTES, span.end)
+        part = xxhash.xxh3_128_digest(b"".join(pieces))
+        chunks = pieces[len(pieces) - span.num_chunks :]
+        if chunks and (rest := rests.get(chunk := _last_chunk(span))):
+            chunks[-1] = xxhash.xxh3_128_digest(
+                b"".join((self._view_bytes(number, chunk, span.end), rest))
+            )
+        return SpanDigests(b"".join(chunks), part)
 
     def _write_bytes(self, file: int, number: int, begin: int, end: int) -> None:
         left, at = self._view_bytes(number, begin, end), self._layout.room + begin

@@ -1,0 +1,231 @@
+"""All ranks publish their own rows, beside training: together they write the very file that one rank would."""
+
+import errno
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import on_ranks
+from safetensors.torch import load_file
+from torch import Tensor
+
+from configs.disk import DiskFull
+from learners.publication import Publication
+from learners.world import World
+from sync.digest import CHUNK_BYTES, tensor_digest
+from sync.file_layout import FileLayout, SpanDigests, note_forms
+from sync.manifest import Manifest
+from sync.publisher import Publisher
+from sync.snapshot import Snapshot, read_manifest
+from sync.snapshot_writer import SnapshotWriter
+from sync.staged_rows import StagedRows
+from sync.stream import TensorPart, choose_rows, stream_rows
+
+Weights = dict[str, Tensor]
+
+
+class Mailbox:
+    """Lets threads, one for each rank, exchange messages."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._barrier = size, threading.Barrier(size)
+        self._sent: list[Sequence[bytes]] = [()] * size
+
+    def exchange_as(self, rank: int) -> Callable[[Sequence[bytes]], Sequence[bytes]]:
+        def exchange(messages: Sequence[bytes]) -> Sequence[bytes]:
+            self._sent[rank] = messages
+            self._barrier.wait(10)
+            return [sent[rank] for sent in self._sent]
+
+        return exchange
+
+
+def divide(tensors: Weights, cuts: dict[str, list[int]], rank: int, dtype: torch.dtype | None) -> list[TensorPart]:
+    """Returns a rank's parts: the rows of each tensor between two of its cuts."""
+    parts = []
+    for name, tensor in tensors.items():
+        begin, end = cuts[name][rank : rank + 2]
+        rows = tensor[begin:end] if tensor.dim() else tensor
+        if tensor.dim() or rank == 0:
+            kind = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+            parts += stream_rows(name, tuple(tensor.shape), begin, rows, kind, bucket_bytes=1 << 12)
+    return parts
+
+
+def write_together(parts: list[list[TensorPart]], path: Path) -> tuple[FileLayout, list[list[SpanDigests]]]:
+    """Writes the file as so many ranks do; returns the layout, and by rank the digests of its spans."""
+    layout, size = FileLayout([note_forms(one) for one in parts]), len(parts)
+    path.write_bytes(layout.header)
+    os.truncate(path, layout.num_bytes)
+    mailbox = Mailbox(size)
+
+    def write_part(rank: int) -> list[SpanDigests]:
+        rows = StagedRows(layout, rank)
+        rows.copy_parts(parts[rank])
+        rests = rows.exchange_fragments(mailbox.exchange_as(rank), size)
+        return rows.write_rows(path, rests)
+
+    with ThreadPoolExecutor(size) as pool:
+        return layout, list(pool.map(write_part, range(size)))
+
+
+SHAPES = st.lists(st.lists(st.integers(0, 4), max_size=2), min_size=1, max_size=4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), SHAPES, st.integers(1, 5), st.sampled_from([None, torch.bfloat16]))
+def test_however_rows_are_divided_file_and_digests_are_those_of_one_rank(
+    tmp_path_factory: pytest.TempPathFactory,
+    data: st.DataObject,
+    shapes: list[list[int]],
+    size: int,
+    dtype: torch.dtype | None,
+) -> None:
+    # Rows of a third of a chunk, so that chunks and rows end in different places.
+    tensors = {f"t.{i}": torch.randn(*shape, CHUNK_BYTES // 12 + 1) for i, shape in enumerate(shapes)}
+    tensors |= {"scalar": torch.tensor(3.0), "numbers": torch.arange(7)}
+    cuts = {
+        name: [0, *sorted(data.draw(st.lists(st.integers(0, len(t) if t.dim() else 1), min_size=size - 1, max_size=size - 1))), len(t) if t.dim() else 1]
+        for name, t in tensors.items()
+    }  # fmt: skip
+    folder = tmp_path_factory.mktemp("together")
+    layout, told = write_together([divide(tensors, cuts, rank, dtype) for rank in range(size)], folder / "a")
+    whole = divide(tensors, {name: [0, cut[-1]] for name, cut in cuts.items()}, 0, dtype)
+    writer = SnapshotWriter()
+    entries = writer.write_snapshot(folder / "b", whole)
+    found = layout.describe_tensors(told)
+    assert {entry.name: entry for entry in found} == {entry.name: entry for entry in entries}
+    stored = load_file(folder / "a")
+    assert all(entry.digest == tensor_digest(stored[entry.name]) for entry in found)
+    if [entry.name for entry in found] == [entry.name for entry in entries]:
+        assert (folder / "a").read_bytes() == (folder / "b").read_bytes()
+
+
+def make_model(version: int) -> Weights:
+    """Three matrices, one with rows that end within chunks, and one small tensor."""
+    generator = torch.Generator().manual_seed(version)
+    shapes = {"a": (300, 500), "b": (64, 257), "c": (9, 30_000), "norm": (33,)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def split_model(tensors: Weights, rank: int, size: int) -> list[TensorPart]:
+    """Returns a rank's parts, as even as they can be."""
+    return [
+        part
+        for name, tensor in tensors.items()
+        for begin, end in [(len(tensor) * rank // size, len(tensor) * (rank + 1) // size)]
+        for part in stream_rows(name, tuple(tensor.shape), begin, tensor[begin:end], torch.float32)
+    ]
+
+
+def equal(found: Weights, expected: Weights) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def publish(publication: Publication, version: int, tensors: Weights, rank: int = 0, size: int = 1) -> Manifest:
+    publication.begin_version(version, lambda: split_model(tensors, rank, size))
+    manifest = publication.take_complete(wait=True)
+    assert manifest is not None
+    return manifest
+
+
+def publish_on_ranks(world: World, folder: Path) -> list[tuple[str, int]]:
+    """Publishes two versions; the tensors change as soon as they are copied. Returns digests, and the bytes
+    that this rank has staged."""
+    publisher = Publisher(folder, "life") if world.rank == 0 else None
+    publication, found = Publication(world, publisher, "here"), []
+    for version in range(2):
+        tensors = make_model(version)
+        publication.begin_version(version, lambda: split_model(tensors, world.rank, world.size))
+        for tensor in tensors.values():
+            tensor.fill_(7)
+        manifest = publication.take_complete(wait=True)
+        assert manifest is not None and publication.take_complete() is None
+        if world.rank == 0:
+            snapshot = Snapshot(manifest)
+            snapshot.verify_bytes()
+            assert equal(dict(snapshot.named_tensors()), make_model(version))
+            assert equal(load_file(manifest.path), make_model(version)), "stock safetensors"
+        found.append((manifest.digest, int(publication.metrics()["weights/staged_bytes"])))
+    publication.close()
+    return found
+
+
+def test_the_ranks_of_a_host_write_one_file_which_is_what_they_held_when_it_was_copied(tmp_path: Path) -> None:
+    expected = publish_on_ranks(World(), tmp_path / "one")
+    for size in (2, 3):
+        found = on_ranks(size, publish_on_ranks, tmp_path / f"ranks-{size}", tmp_path / f"many-{size}")
+        for version, (digest, num_bytes) in enumerate(expected):
+            assert {one[version][0] for one in found} == {digest}, "the digest does not tell how many wrote"
+            staged = [one[version][1] for one in found]
+            assert sum(staged) == num_bytes and max(staged) < 1.1 * num_bytes / size
+
+
+def fail_on_ranks(world: World, folder: Path, how: str) -> tuple[str, str]:
+    """Rank 1 cannot write its rows of version 1. Returns each rank's error, and the files that are left."""
+    publisher = Publisher(folder, "life") if world.rank == 0 else None
+    publication = Publication(world, publisher, "here")
+    publish(publication, 0, make_model(0), world.rank, world.size)
+    if world.rank == 1 and how == "full":
+        publication._rows.write_rows = _raise_full  # type: ignore[union-attr,method-assign]
+    if world.rank == 1 and how == "dead":
+        publication._rows.write_rows = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[union-attr,method-assign,assignment,return-value]
+    error = ""
+    try:
+        publish(publication, 1, make_model(1), world.rank, world.size)
+    except (RuntimeError, DiskFull) as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    left = sorted(path.name for path in folder.iterdir())
+    if world.rank == 0:
+        snapshot = Snapshot(read_manifest(folder / "v0-life.json"))
+        snapshot.verify_bytes()
+    return error, " ".join(left)
+
+
+def _raise_full(*_: object) -> bytes:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_rank_without_room_ends_all_ranks_and_the_version_before_stays(tmp_path: Path) -> None:
+    found = on_ranks(3, fail_on_ranks, tmp_path / "ranks", tmp_path / "weights", "full")
+    assert all(error.startswith("DiskFull: ") and "must have room for" in error for error, _ in found)
+    assert "rank 1 on " in found[0][0]
+    assert found[0][1] == "owner v0-life.json v0-life.safetensors"
+
+
+def test_a_rank_that_dies_while_it_writes_leaves_no_torn_version(tmp_path: Path) -> None:
+    found = on_ranks(3, fail_on_ranks, tmp_path / "ranks", tmp_path / "weights", "dead", dying=[1])
+    for error, left in found:
+        assert error.startswith("RuntimeError") and "v1-life.json" not in left
+
+
+def test_a_rank_that_yields_other_rows_is_named(tmp_path: Path) -> None:
+    a = TensorPart("a", (4, 2), torch.zeros(6), 0)
+    for parts, said in [
+        ([[a]], "all 32 bytes of a, got 24"),
+        ([[a], [TensorPart("a", (4, 2), torch.zeros(4), 4)]], "bytes 16 to 32 by rank 1 after byte 24"),
+        ([[a], [TensorPart("a", (2, 2), torch.zeros(2))]], "the same tensors"),
+    ]:
+        with pytest.raises(RuntimeError, match=said):
+            FileLayout([note_forms(one) for one in parts])
+    publication = Publication(publisher=Publisher(tmp_path / "w", "life"))
+    publish(publication, 0, {"a": torch.zeros(3)})
+    with pytest.raises(RuntimeError, match="its 12 bytes again, got 8"):
+        publication.begin_version(1, lambda: [TensorPart("a", (3,), torch.zeros(2))])
+    publication.close()
+
+
+def test_holders_of_the_same_rows_publish_each_of_them_once() -> None:
+    for num_rows in (0, 1, 5, 1000):
+        for row_bytes in (4, 1 << 14):
+            for count in (1, 2, 7):
+                shares = [choose_rows(num_rows, row_bytes, index, count) for index in range(count)]
+                covered = [row for begin, end in shares for row in range(begin, end)]
+                assert covered == list(range(num_rows)), "few bytes are the first holder's alone"

@@ -1,0 +1,156 @@
+"""Ranks on several hosts publish one version: each host has a part of it, and a host that subscribes fetches
+all parts."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import on_ranks
+from test_publication import equal, make_model, split_model
+
+from configs.host import boot_id
+from learners.publication import Publication, identify_memory
+from learners.world import World
+from slipstream_bench.network_hosts import NetworkHosts, find_obstacle
+from sync.announcement import Announcement, TransferFailed, parse_announcement
+from sync.folders import shared_memory_folder
+from sync.manifest import DigestMismatch
+from sync.publisher import Publisher
+from sync.snapshot import Snapshot, read_manifest
+from sync.transports.fetcher import Fetcher
+from sync.transports.server import SnapshotServer
+from sync.transports.tcp import FetchingEnd
+
+SIZE = 4
+"""Ranks: two on the first host, one on the second, and on the third one that publishes nothing and
+subscribes."""
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[NetworkHosts]:
+    if obstacle := find_obstacle():
+        pytest.skip(obstacle)
+    with NetworkHosts(3) as hosts:
+        yield hosts
+
+
+class Rank:
+    """One of the ranks."""
+
+    def __init__(self, world: World, addresses: list[str]) -> None:
+        self.world, self.rank = world, world.rank
+        self.folder = shared_memory_folder("parts")
+        self.server = None
+        publisher = None
+        if self.rank in (0, 2):
+            self.server = SnapshotServer(self.folder, f"tcp://{addresses[self.rank]}:0")
+            publisher = Publisher(self.folder, "life", ends=[self.server])
+        memory = identify_memory() if self.rank < 3 else "subscriber"
+        self.publication = Publication(world, publisher, memory)
+        self.end = FetchingEnd(Fetcher(shared_memory_folder("fetched"), timeout_s=2.0))
+
+    def publish(self, version: int) -> Announcement:
+        """Returns the announcement, on every rank."""
+        parts = [] if self.rank == 3 else split_model(make_model(version), self.rank, 3)
+        self.publication.begin_version(version, lambda: parts)
+        manifest = self.publication.take_complete(wait=True)
+        assert manifest is not None
+        own = self.publication.announce(manifest).encode() if self.rank == 0 else b""
+        return parse_announcement(self.world.gather_messages(own)[0].decode())
+
+    def bring(self, announced: Announcement, version: int, *, again: bool = False) -> Snapshot:
+        """Returns what this host has fetched and verified: the version."""
+        snapshot = self.end.bring_version(announced, again=again)
+        snapshot.attest()
+        assert equal(dict(snapshot.named_tensors()), make_model(version))
+        return snapshot
+
+    def error_of(self, announced: Announcement, *, again: bool = False) -> str:
+        try:
+            self.bring(announced, 1, again=again)
+        except (TransferFailed, DigestMismatch) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def flip_byte(self, version: int) -> None:
+        """Changes a byte of this host's rows."""
+        path = self.folder / f"v{version}-life.safetensors"
+        with path.open("r+b") as file:
+            data = bytearray(path.read_bytes())
+            place = next(at for at in range(len(data) - 1, 0, -1) if data[at])
+            file.seek(place)
+            file.write(bytes([data[place] ^ 1]))
+
+    def close(self) -> None:
+        self.end.close()
+        self.publication.close()
+
+
+def fetch_parts(world: World, addresses: list[str]) -> dict[str, object]:
+    one, found = Rank(world, addresses), {}
+    first = one.publish(0)
+    if one.rank in (0, 2):
+        path = one.folder / "v0-life.safetensors"
+        found["allocated"] = path.stat().st_blocks * 512
+        found["size"] = path.stat().st_size
+    if one.rank in (2, 3):  # on one of the learner's hosts, and elsewhere
+        one.bring(first, 0)
+        found["fetched"] = one.end.fetched_bytes
+    world.barrier()
+    second = one.publish(1)
+    world.barrier()
+    if one.rank == 2:
+        one.flip_byte(1)
+    world.barrier()
+    if one.rank == 3:
+        found["torn"] = one.error_of(second)
+        found["torn again"] = one.error_of(second, again=True)
+        assert Snapshot(read_manifest(one.end.fetcher.folder / "v0-life.json")) is not None
+    world.barrier()
+    if one.rank == 2:
+        one.flip_byte(1)
+    world.barrier()
+    if one.rank == 3:
+        one.bring(second, 1, again=True)
+    world.barrier()
+    third = one.publish(2)
+    if one.rank == 2:  # it has gone back to an older life: the file has another name
+        (one.folder / "v2-life.safetensors").rename(one.folder / "v2-other.safetensors")
+    world.barrier()
+    if one.rank == 3:
+        found["gone"] = one.error_of(third)
+    world.barrier()
+    if one.rank == 2:
+        assert one.server is not None
+        (one.folder / "v2-other.safetensors").rename(one.folder / "v2-life.safetensors")
+        one.server.close()
+    world.barrier()
+    if one.rank == 3:
+        began = time.monotonic()
+        found["dead"], found["dead_s"] = one.error_of(third), time.monotonic() - began
+        newest = sorted(path.name for path in one.end.fetcher.folder.glob("v*.safetensors"))
+        found["whole"] = newest
+        Snapshot(read_manifest(one.end.fetcher.folder / "v1-life.json")).verify_bytes()
+    found["host"] = boot_id()
+    world.barrier()
+    one.close()
+    return found
+
+
+def test_a_host_fetches_the_parts_of_all_hosts_and_names_the_one_that_is_wrong_or_dead(
+    hosts: NetworkHosts, tmp_path: Path
+) -> None:
+    places = [hosts[0], hosts[0], hosts[1], hosts[2]]
+    addresses = [host.address for host in places]
+    found = on_ranks(SIZE, fetch_parts, tmp_path / "ranks", addresses, hosts=places)
+    size = found[0]["size"]
+    assert found[2]["size"] == size and found[0]["allocated"] < 0.8 * size > 2 * found[2]["allocated"]
+    assert found[2]["fetched"] == found[3]["fetched"] == size, "each byte comes once"
+    for how in ("torn", "torn again"):
+        assert "DigestMismatch" in found[3][how] and f"rows came from {hosts[1].name} (tcp://" in found[3][how]
+        assert hosts[0].name not in found[3][how]
+    assert found[3]["gone"].startswith("LackingServer") and addresses[2] in found[3]["gone"]
+    assert found[3]["dead"].startswith("SilentServer") and addresses[2] in found[3]["dead"]
+    assert found[3]["whole"][0] == "v1-life.safetensors" and len(found[3]["whole"]) == 1
