@@ -66,7 +66,12 @@ def choose_attention(model: Any) -> str:
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
     """Causal attention of a request's last q of its k tokens. [1, heads, q, d], [1, heads, k, d] -> [1,
     heads, q, d]."""

@@ -10,7 +10,6 @@ The code is written against transformers 5.19.
 
 import logging
 from collections import deque
-from typing import Any
 
 import torch
 from transformers import GenerationConfig
@@ -70,8 +69,8 @@ class TransformersEngine:
         min_p: float = 0.0,
         gpu_memory_fraction: float | None = None,
     ) -> None:
-        """`kv_cache_mb`: None is 64 on a CPU. On a GPU it is what remains of `gpu_memory_fraction` (None: 0.9)
-        of its memory, computed by arithmetic.
+        """`kv_cache_mb`: None is 64 on a CPU. On a GPU it is what remains of the engine's part of the memory,
+        `gpu_memory_fraction` (None: 0.9), by arithmetic.
 
         `map_weights`: on a CPU, use the snapshot's memory itself, which all engines of the host share, and
         copy nothing.
@@ -81,7 +80,7 @@ class TransformersEngine:
         self.version: int | None = None
         self._max_model_len, self._max_sequences = max_model_len, max_sequences
         self._max_batch_tokens = max(max_model_len, MAX_BATCH_TOKENS) + max_sequences
-        self._kv_cache = kv_cache
+        self._kv_cache, self._map_weights = kv_cache, map_weights
         self._running: dict[str, DrawingSample] = {}
         """By sample id: those that wait, and those in batches."""
         self._waiting: deque[DrawingSample] = deque()
@@ -92,7 +91,7 @@ class TransformersEngine:
             # Several threads would spin against each other and against other roles.
             torch.set_num_threads(1)
         self._model = build_model(model, dtype, device)
-        self._weights = TransformersWeights(self._model, map_weights=map_weights)
+        self._weights = TransformersWeights(self._model)
         self._config = self._model.config.get_text_config()
         self._end_tokens = read_end_tokens(model, self._config)
         self._draw = TokenDraw(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
@@ -156,7 +155,7 @@ class TransformersEngine:
     def load_version(self, source: WeightSource) -> None:
         held, self.version = self.version, None
         try:
-            self._weights.load_version(source)
+            self._weights.load_version(source, self._map_weights)
         except EngineMismatch:
             raise
         # These are raised before any parameter is touched, so the old version stays in service.

@@ -46,23 +46,21 @@ class TensorPlace:
 class TransformersWeights:
     """`sync.weight_source.EngineWeights` on a transformers model."""
 
-    def __init__(self, model: nn.Module, *, map_weights: bool) -> None:
-        """`map_weights`: on a CPU, parameters may be the snapshot's own memory.
-
-        Raises RuntimeError for a model that holds a tensor in a form that cannot be updated.
-        """
+    def __init__(self, model: nn.Module) -> None:
+        """Raises RuntimeError for a model that holds a tensor in a form that cannot be updated."""
         self._places = dict(_list_places(model))
-        self._may_map = map_weights
+        self._may_map = True
         self._held: Snapshot | None = None
         """The snapshot in whose memory parameters lie, perhaps."""
 
-    def load_version(self, source: WeightSource) -> None:
-        """Takes up a version.
+    def load_version(self, source: WeightSource, mapped: bool = True) -> None:
+        """Takes up a version. `mapped`: on a CPU, parameters may be the snapshot's own memory.
 
         Raises, the parameters untouched, FileNotFoundError when the version is gone and DigestMismatch when
         it is not what was published or does not fit the model; EngineMismatch, the parameters in an unknown
         state, when they do not end up with the published digests.
         """
+        self._may_map = mapped
         held = source.load_into(self)
         expect_digests(source.manifest, held, "the engine", EngineMismatch)
 
