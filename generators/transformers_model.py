@@ -45,7 +45,7 @@ def build_model(path: str | Path, dtype: str, device: torch.device) -> Any:
     if device.type == "cpu":
         for module in model.modules():
             if type(module) is nn.Linear:
-                module.forward = partial(_compute_linear, module)  # type: ignore[method-assign]
+                module.forward = partial(_compute_linear, module)
             elif type(module).__module__ in ACTIVATIONS:
                 module.forward = partial(steady_activation, module.forward)
     return model.eval().requires_grad_(False)
