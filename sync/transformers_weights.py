@@ -17,7 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from sync.digest import tensor_digests
 from sync.engine_layout import copy_and_digest
-from sync.manifest import DigestMismatch, EngineMismatch, Manifest, dtype_name
+from sync.manifest import DigestMismatch, EngineMismatch, Manifest, TensorEntry, dtype_name
 from sync.snapshot import Snapshot, expect_digests
 from sync.weight_source import WeightSource
 
@@ -70,7 +70,7 @@ class TransformersWeights:
 
     def check_manifest(self, manifest: Manifest) -> None:
         """Raises DigestMismatch unless the manifest's tensors make up the model's parameters, all of them."""
-        filled: dict[tuple[int, int], str] = {}
+        filled: dict[tuple[int, int], TensorEntry] = {}
         for entry in manifest.tensors:
             place = self._places.get(entry.name)
             if place is None:
@@ -81,9 +81,11 @@ class TransformersWeights:
                     f"{entry.name} was published as {entry.dtype} {entry.shape}, "
                     f"the engine holds {held[0]} {held[1]}"
                 )
-            other = filled.setdefault((id(place.holder), place.first), entry.name)
-            if other != entry.name:
-                raise DigestMismatch(f"{other} and {entry.name} were published, and are one tensor here")
+            other = filled.setdefault((id(place.holder), place.first), entry)
+            if other.digest != entry.digest:
+                raise DigestMismatch(
+                    f"{other.name} and {entry.name} were published with other bytes, and are one tensor here"
+                )
         lacking = [
             name for name, place in self._places.items() if (id(place.holder), place.first) not in filled
         ]

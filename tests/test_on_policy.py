@@ -1,5 +1,5 @@
-"""The pipeline at S = 0 is the synchronous algorithm, bit for bit: it equals a plain loop, with the same real
-engine on both sides."""
+"""The pipeline at S = 0 is the synchronous algorithm, bit for bit: it equals a plain loop, with real vLLM on
+both sides."""
 
 import subprocess
 import sys
@@ -136,11 +136,7 @@ def process_group(rendezvous: Path) -> Iterator[None]:
 
 @pytest.mark.whole_run
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_the_pipeline_at_s_zero_is_the_synchronous_loop_bit_for_bit(
-    engine: str, tiny_model: Path, tmp_path: Path
-) -> None:
-    same = [*SAME, f"generators.engine={engine}"]
+def test_the_pipeline_at_s_zero_is_the_synchronous_loop_bit_for_bit(tiny_model: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-P",
@@ -148,14 +144,14 @@ def test_the_pipeline_at_s_zero_is_the_synchronous_loop_bit_for_bit(
         "slipstream.train",
         f"run.outputs={tmp_path}",
         "run.name=run",
-        *same,
+        *SAME,
     ]
     run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     torch.set_num_threads(1)
     try:
         with process_group(tmp_path / "loop"):  # beside the run
             expected = train_synchronously(
-                load_config([*same, f"model.path={tiny_model}"]), tmp_path / "weights"
+                load_config([*SAME, f"model.path={tiny_model}"]), tmp_path / "weights"
             )
         said, _ = run.communicate(timeout=400)
         assert run.returncode == 0, said
