@@ -39,11 +39,7 @@ def paged_attention(
     """
     assert cache is not None and cu_seq_lens_q is not None, "continuous batching gives pages and lengths"
     if unknown := [name for name in UNKNOWN_ARGUMENTS if more.get(name) is not None]:
-        raise ValueError(
-            "the layers of model.path must not ask their attention for "
-            f"{', '.join(UNKNOWN_ARGUMENTS)} with generators.engine=transformers, got {unknown[0]} in "
-            f"{type(module).__name__}"
-        )
+        raise ValueError(f"{type(module).__name__} asks its attention for {unknown[0]}")
     layer: Any = module.layer_idx
     # It also puts this layer's lengths of keys in the place of all layers'.
     key, value = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=more)

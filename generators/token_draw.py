@@ -63,7 +63,7 @@ class TokenDraw(ContinuousBatchingLogitsProcessor):
         """By transformers' request id."""
         self.version = -1
         """Version of the weights that the next tokens are drawn from."""
-        self._temperature = temperature
+        self.temperature = temperature
         self._truncations = LogitsProcessorList()
         if min_p > 0:
             self._truncations.append(MinPLogitsWarper(min_p))
@@ -104,7 +104,7 @@ class TokenDraw(ContinuousBatchingLogitsProcessor):
 
     def _process_scores(self, scores: Tensor) -> Tensor:
         samples = [drawing.sample for drawing in self._batch]
-        temperatures = [1.0 if s.greedy else s.temperature or self._temperature for s in samples]
+        temperatures = [1.0 if s.greedy else s.temperature or self.temperature for s in samples]
         scores = scores / torch.tensor(temperatures, device=scores.device)[:, None]
         if not self._truncations:
             return scores

@@ -22,6 +22,7 @@ from generators.engine import Completion, Sample, check_sample
 from generators.paged_attention import choose_attention
 from generators.shared_gpu import compute_kv_cache_bytes
 from generators.token_draw import DrawingSample, TokenDraw
+from generators.transformers_check import check_numbers
 from generators.transformers_model import build_model, count_page_token_bytes, read_end_tokens
 from sync.manifest import DigestMismatch, EngineMismatch, Manifest
 from sync.transformers_weights import TransformersWeights
@@ -75,7 +76,8 @@ class TransformersEngine:
         `map_weights`: on a CPU, use the snapshot's memory itself, which all engines of the host share, and
         copy nothing.
 
-        Raises ValueError for a model that continuous batching cannot serve, and for too small a cache.
+        Raises ValueError for a model that continuous batching cannot serve, and for too small a cache. The
+        first `load_version` raises it for a model whose samples differ from its own forward pass.
         """
         self.version: int | None = None
         self._max_model_len, self._max_sequences = max_model_len, max_sequences
@@ -85,6 +87,8 @@ class TransformersEngine:
         """By sample id: those that wait, and those in batches."""
         self._waiting: deque[DrawingSample] = deque()
         self._num_requests = 0
+        self._is_checked = False
+        """True once samples of the first version were compared with the model's own forward pass."""
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if device.type == "cpu":
@@ -165,6 +169,9 @@ class TransformersEngine:
         if self._kv_cache is KvCache.recompute:
             self._drop_pages()
         self.version = source.manifest.version
+        if not self._is_checked:
+            check_numbers(self, self._model, self._max_model_len, self._draw.temperature)
+            self._is_checked = True
 
     def held_digests(self, manifest: Manifest) -> dict[str, str]:
         """Returns the digests of what the engine's parameters hold now, by the names of the manifest's

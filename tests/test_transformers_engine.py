@@ -161,8 +161,31 @@ def test_a_model_that_continuous_batching_cannot_serve_is_refused_by_what_it_has
     model_type: str, sizes: dict[str, Any], found: str, tmp_path: Path
 ) -> None:
     AutoConfig.for_model(model_type, **sizes).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=rf"generators.engine must be vllm for this model.path .*{found}"):
+    with pytest.raises(ValueError, match=f"generators.engine must be vllm for this model.path .*{found}"):
         TransformersEngine(str(tmp_path), dtype="float32", max_model_len=64, max_sequences=8)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "found"),
+    [
+        # Computes attention by itself, and sees all requests at once.
+        ("bloom", r"bloom: log-probabilities [\d.]+ from those of its own forward pass"),
+        # Asks for keys and values at the right place, and does something of its own with them.
+        ("diffllama", "diffllama: log-probabilities .* from those of its own forward pass"),
+        ("gpt_oss", "gpt_oss: ValueError: GptOssAttention asks its attention for s_aux"),
+    ],
+)
+def test_a_model_whose_samples_are_not_those_of_its_own_forward_pass_is_refused(
+    model_type: str, found: str, tmp_path: Path
+) -> None:
+    sizes = dict(num_local_experts=4) if model_type == "gpt_oss" else {}
+    model = make_model_folder(Family(model_type, sizes), tmp_path / "model")
+    engine = TransformersEngine(str(model), dtype="float32", max_model_len=64, max_sequences=8, kv_cache_mb=8)
+    publisher = Publisher(tmp_path / "weights", "x")
+    version = publisher.publish_version(0, whole_parts(load_file(model / "model.safetensors")))
+    with pytest.raises(ValueError, match=f"generators.engine must be vllm for this model.path .*{found}"):
+        engine.load_version(Snapshot(version))
+    publisher.close()
 
 
 # ---- weights
