@@ -7,7 +7,7 @@ from configs.corrections import Proximal
 from configs.generators import EngineKind
 from configs.learner import LearnerKind
 from configs.parallel import LoraPublish
-from configs.placement import CriticPlace
+from configs.placement import CriticPlace, PlacementMode
 from configs.schema import Config, Role
 from configs.setting import Condition, find_problems
 from configs.staleness import Controller, OnLate
@@ -23,7 +23,13 @@ def find_config_problems(config: Config) -> list[str]:
     Rules across sections are asked only when every section keeps its own: they speak of sections that are
     right by themselves.
     """
-    groups = (_engine_conditions, _batch_conditions, _staleness_conditions, _address_conditions)
+    groups = (
+        _engine_conditions,
+        _transformers_conditions,
+        _batch_conditions,
+        _staleness_conditions,
+        _address_conditions,
+    )
     return find_problems(config) or [
         condition.problem for group in groups for condition in group(config) if not condition.holds
     ]
@@ -102,6 +108,54 @@ def _engine_conditions(config: Config) -> list[Condition]:
             "name the buffer to join and at least one generator",
             f"buffer.address={config.buffer.address}, generators.count={generators.count} and "
             f"eval.generators={config.eval.generators}",
+        ),
+    ]
+
+
+def _transformers_conditions(config: Config) -> list[Condition]:
+    """Returns the rules for what transformers' engine lacks and vLLM has."""
+    generators, transport = config.generators, config.sync.transport
+    if generators.engine is not EngineKind.transformers:
+        return []
+    without_vllm = [one for one in Transport if one is Transport.auto or one.row.vllm_engine is None]
+    return [
+        Condition(
+            generators.tensor_parallel == 1,
+            "generators.tensor_parallel",
+            "be 1 with generators.engine=transformers (an engine has one GPU)",
+            generators.tensor_parallel,
+        ),
+        Condition(
+            (generators.gpus or 0) <= 1,
+            "generators.gpus",
+            "be at most 1 with generators.engine=transformers",
+            generators.gpus,
+        ),
+        Condition(
+            not generators.prefix_cache,
+            "generators.prefix_cache",
+            "be false with generators.engine=transformers (it finds KV by tokens alone, and could take that "
+            "of another version)",
+            True,
+        ),
+        Condition(
+            not config.learner.moe.router_replay,
+            "learner.moe.router_replay",
+            "be false with generators.engine=transformers (it records no experts)",
+            True,
+        ),
+        Condition(
+            transport in without_vllm,
+            "sync.transport",
+            f"be one of {', '.join(without_vllm)} with generators.engine=transformers (the others go through "
+            "vLLM's transfer engines)",
+            transport,
+        ),
+        Condition(
+            config.placement.mode is PlacementMode.apart,
+            "placement.mode",
+            "be apart with generators.engine=transformers (its engine gives no GPU away)",
+            config.placement.mode,
         ),
     ]
 

@@ -1,6 +1,7 @@
 """The protocol of an inference engine, with its requests and results.
 
-`vllm_engine` is the real engine. `simulated_engine` keeps time like a real one and computes nothing.
+`vllm_engine` and `transformers_engine` are the real engines. `simulated_engine` keeps time like a real one
+and computes nothing.
 """
 
 from dataclasses import dataclass
@@ -47,6 +48,19 @@ class Completion:
     experts: np.ndarray | None = None
     """[prompt + n, layers · k] int16 experts that each token was sent to, -1 for the last token. None where
     the engine does not record them."""
+
+
+def check_sample(sample: Sample, max_model_len: int, vocabulary: int) -> None:
+    """Raises ValueError for a sample whose prompt a model cannot take."""
+    needed = len(sample.prompt) + sample.max_tokens
+    if not sample.prompt or needed > max_model_len:
+        raise ValueError(
+            f"prompt + max_tokens must be 1 .. generators.max_model_len={max_model_len} tokens, "
+            f"got {len(sample.prompt)} + {sample.max_tokens}"
+        )
+    if not 0 <= min(sample.prompt) <= max(sample.prompt) < vocabulary:
+        found = f"{min(sample.prompt)} .. {max(sample.prompt)}"
+        raise ValueError(f"prompt must have token ids in 0 .. {vocabulary - 1}, got {found}")
 
 
 class Engine(Protocol):

@@ -96,6 +96,8 @@ def make_engine(config: Config, seed: int, shares_gpu: bool = False) -> Engine:
             mean_tokens=simulated.mean_tokens,
             cv=simulated.cv,
         )
+    if config.generators.engine is EngineKind.transformers:
+        return _make_transformers_engine(config)
     # Imported here, because importing vLLM takes seconds and changes torch.
     from generators.vllm_engine import VllmEngine
 
@@ -117,6 +119,25 @@ def make_engine(config: Config, seed: int, shares_gpu: bool = False) -> Engine:
         shares_gpu=shares_gpu,
         record_experts=config.learner.moe.router_replay,
         transfer=config.sync.transport.row.vllm_engine,
+    )
+
+
+def _make_transformers_engine(config: Config) -> Engine:
+    from generators.transformers_engine import TransformersEngine
+
+    return TransformersEngine(
+        config.model.path,
+        dtype=config.model.dtype,
+        max_model_len=config.generators.max_model_len,
+        # With room for the parity probe, as vLLM has.
+        max_sequences=config.generators.max_sequences + len(probe_lengths(config)),
+        kv_cache_mb=config.generators.kv_cache_mb,
+        kv_cache=config.sync.kv_cache,
+        temperature=config.sampling.temperature,
+        top_p=config.sampling.top_p,
+        top_k=config.sampling.top_k,
+        min_p=config.sampling.min_p,
+        gpu_memory_fraction=config.generators.gpu_memory_fraction,
     )
 
 

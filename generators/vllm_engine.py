@@ -43,7 +43,7 @@ from vllm.v1.executor import Executor  # noqa: E402
 
 from configs.sizes import count_sizes  # noqa: E402
 from configs.sync import KvCache  # noqa: E402
-from generators.engine import Completion, Sample  # noqa: E402
+from generators.engine import Completion, Sample, check_sample  # noqa: E402
 from generators.shared_gpu import compute_kv_cache_bytes  # noqa: E402
 from sync.manifest import DigestMismatch, EngineMismatch, Manifest  # noqa: E402
 from sync.vllm_plugin import keep_weights_unpacked  # noqa: E402
@@ -189,15 +189,7 @@ class VllmEngine:
         """Raises ValueError for a prompt that the model cannot take."""
         assert self.version is not None, "load_version must succeed before the first sample"
         assert sample.id not in self._request_ids, f"sample {sample.id} is in the engine already"
-        needed = len(sample.prompt) + sample.max_tokens
-        if not sample.prompt or needed > self._max_model_len:
-            raise ValueError(
-                f"prompt + max_tokens must be 1 .. generators.max_model_len={self._max_model_len} tokens, "
-                f"got {len(sample.prompt)} + {sample.max_tokens}"
-            )
-        if not 0 <= min(sample.prompt) <= max(sample.prompt) < self._vocab_size:
-            found = f"{min(sample.prompt)} .. {max(sample.prompt)}"
-            raise ValueError(f"prompt must have token ids in 0 .. {self._vocab_size - 1}, got {found}")
+        check_sample(sample, self._max_model_len, self._vocab_size)
         self._submit_sample(sample)
 
     def abort_samples(self, ids: list[str]) -> list[Completion]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
@@ -25,6 +24,7 @@ from sync.experts import ExpertLayer
 from sync.manifest import EngineMismatch, Manifest
 from sync.routed_experts import RoutedExpertsRecord
 from sync.snapshot import Snapshot, expect_digests
+from sync.steady_linear import steady_linear
 from sync.weight_source import WeightSource
 
 
@@ -41,19 +41,6 @@ def keep_weights_unpacked() -> None:
 
     ops._supports_onednn = False
     linear._CPU_SGL_GEMM_MAX_WEIGHT_BYTES = 0
-
-
-def steady_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Computes a linear layer, [T, K] -> [T, N], in which no row's result depends on the number of the other
-    rows.
-
-    In float32 MKL sums in another order below 16 rows than above (found for K from 64 to 4096 and up to 2048
-    rows). Padding to 16 rows makes a sample the same, to the last bit, alone and in a crowd.
-    """
-    missing = 16 - len(x)
-    if missing <= 0:
-        return F.linear(x, weight, bias)
-    return F.linear(F.pad(x, (0, 0, 0, missing)), weight, bias)[: len(x)]
 
 
 class WeightSync:

@@ -127,7 +127,11 @@ FAMILIES = {
 
 
 def made(name: str, folder: Path) -> Path:
-    family, seed = FAMILIES[name], torch.Generator().manual_seed(0)
+    return make_model_folder(FAMILIES[name], folder)
+
+
+def make_model_folder(family: Family, folder: Path) -> Path:
+    seed = torch.Generator().manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family.model_type, **SIZES | family.sizes))
     for (
         parameter

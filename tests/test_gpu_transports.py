@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_rig import VllmRig, make_prompts
+from engine_rig import VllmRig, make_prompts
 
 from configs.sizes import count_sizes
 from generators.shared_gpu import compute_kv_cache_bytes

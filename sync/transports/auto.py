@@ -6,6 +6,7 @@ elsewhere.
 
 from pathlib import Path
 
+from configs.generators import EngineKind
 from configs.schema import Config
 from sync.transports import cuda_ipc, tcp
 from sync.transports.ends import GeneratorEnd, LearnerEnd, SocketGuards
@@ -14,7 +15,8 @@ from sync.transports.ends import GeneratorEnd, LearnerEnd, SocketGuards
 def open_learner_ends(config: Config, folder: Path, guards: SocketGuards) -> list[LearnerEnd]:
     ends = tcp.open_learner_ends(config, folder, guards)
     # An offloaded model leaves its GPU's memory to others: engines take the host's copy.
-    if not config.learner.fsdp.cpu_offload:
+    # Only vLLM copies from one GPU's memory to its own.
+    if not config.learner.fsdp.cpu_offload and config.generators.engine is EngineKind.vllm:
         ends += cuda_ipc.open_learner_ends(config, folder, guards)
     return ends
 

@@ -1,5 +1,4 @@
-"""A small vLLM engine, the publisher that it pulls from, and the Hugging Face models that judge its
-numbers."""
+"""A small engine, the publisher that it pulls from, and the Hugging Face models that judge its numbers."""
 
 from pathlib import Path
 from typing import Any
@@ -51,12 +50,10 @@ def make_model(tied: bool, seed: int, end: int | None) -> Qwen3ForCausalLM:
     return model
 
 
-class VllmRig:
+class EngineRig:
     """An engine, the publisher it pulls from, and two models: version v has the weights of model v % 2."""
 
     def __init__(self, folder: Path, tied: bool, end: int | None, **arguments: Any) -> None:
-        from generators.vllm_engine import VllmEngine
-
         self.temperature = arguments.get("temperature", 1.0)
         self.models = [make_model(tied, seed, end) for seed in (0, 1)]
         self.models[0].save_pretrained(folder / "model")
@@ -65,17 +62,14 @@ class VllmRig:
         self.weights: list[Weights] = [
             {name: model.state_dict()[name] for name in names} for model in self.models
         ]
-        self.engine = VllmEngine(
-            str(folder / "model"),
-            dtype="float32",
-            max_model_len=160,
-            max_sequences=32,
-            kv_cache_mb=16,
-            **arguments,
-        )
+        sizes = {"dtype": "float32", "max_model_len": 160, "max_sequences": 32, "kv_cache_mb": 16}
+        self.engine: Any = self.open_engine(str(folder / "model"), **sizes | arguments)
         self.publisher = Publisher(folder / "weights", "x")
         self._version = -1
         self._num_samples = 0
+
+    def open_engine(self, model: str, **arguments: Any) -> Any:
+        raise NotImplementedError
 
     def publish_model(self, model: int) -> Manifest:
         """Publishes this model's weights as the next version of its parity."""
@@ -115,11 +109,25 @@ class VllmRig:
     def find_difference(
         self, sample: Sample, completion: Completion, expected: torch.Tensor, first: int, last: int
     ) -> float:
-        """Returns the largest |vLLM - expected| over the sampled tokens first .. last - 1. The rows of
+        """Returns the largest |engine - expected| over the sampled tokens first .. last - 1. The rows of
         `expected` end with the last token's."""
         tokens = torch.tensor(completion.tokens[first:last])
         held = torch.tensor(completion.logprobs[first:last])
         return (held - expected[-len(tokens) :].gather(1, tokens[:, None])[:, 0]).abs().max().item()
+
+
+class VllmRig(EngineRig):
+    def open_engine(self, model: str, **arguments: Any) -> Any:
+        from generators.vllm_engine import VllmEngine
+
+        return VllmEngine(model, **arguments)
+
+
+class TransformersRig(EngineRig):
+    def open_engine(self, model: str, **arguments: Any) -> Any:
+        from generators.transformers_engine import TransformersEngine
+
+        return TransformersEngine(model, **arguments)
 
 
 def make_prompts(count: int, length: int = 6) -> list[list[int]]:
