@@ -171,17 +171,28 @@ class Sizes:
         return max(layer.num_experts for layer in self.layers)
 
 
+def find_config_file(path: Path) -> Path:
+    """Returns the configuration's file of a model that is named by its folder, or by this file."""
+    return path / "config.json" if path.is_dir() else path
+
+
 def read_sizes(path: Path) -> Sizes:
-    """Counts the model in a folder, or of a file `config.json`. Raises OSError, and ValueError as
-    `count_sizes`."""
-    file = path / "config.json" if path.is_dir() else path
+    """Counts the model of a folder, or of a file `config.json`. Raises OSError, and ValueError as
+    `count_sizes` and for what is no JSON."""
+    return count_sizes(read_model_config(path))
+
+
+def read_model_config(path: Path) -> dict[str, Any]:
+    """Reads a model's Hugging Face configuration. Raises OSError, and ValueError for what is no JSON
+    object."""
+    file = find_config_file(path)
     try:
-        hf = json.loads(file.read_text())
+        found = json.loads(file.read_text())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{file} must be JSON, got {error}") from None
-    if not isinstance(hf, dict):
-        raise ValueError(f"{file} must be a JSON object, got {type(hf).__name__}")
-    return count_sizes(hf)
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} must be a JSON object, got {type(found).__name__}")
+    return found
 
 
 Matrices = list[tuple[int, int]]

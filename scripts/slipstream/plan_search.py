@@ -1,0 +1,318 @@
+"""Finds the layout that fits and is nearest to one that does not: with the cheapest changes, then the fewest
+GPUs.
+
+It looks at a bounded set: numbers of ranks, FSDP with or without sequence parallelism, activation
+checkpointing and offloading, Megatron with tensor, pipeline and expert parallelism, smaller microbatches, and
+engines that are fewer or have more GPUs each. Every proposal has been planned and checked as a whole.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from configs.checks import find_config_problems
+from configs.learner import Attention, LearnerKind
+from configs.parallel import Accumulate, FsdpConfig, MegatronConfig
+from configs.placement import PlacementMode
+from configs.schema import Config
+from configs.setting import show_value
+from learners.layout_rules import find_layout_problems
+from learners.memory import plan_policy_rank
+from slipstream.plan_hardware import Hardware
+from slipstream.plan_layout import CUDA_BYTES, PlannedModel, find_kv_problem, find_least_engine, plan_run
+from slipstream.role_placement import ENGINE_MEMORY
+
+COSTS = {
+    "learner.tokens_per_microbatch": 1,
+    "learner.activation_checkpointing": 1,
+    "learner.ranks": 1,
+    "learner.fsdp.accumulate": 1,
+    "learner.fsdp.replicas": 1,
+    "learner.fsdp.sequence_parallel": 2,
+    "learner.engine": 3,
+    "learner.megatron.tensor_parallel": 1,
+    "learner.megatron.pipeline_parallel": 1,
+    "learner.megatron.expert_parallel": 1,
+    "learner.fsdp.cpu_offload": 6,
+    "generators.tensor_parallel": 1,
+    "generators.count": 1,
+    "generators.kv_cache_mb": 1,
+}
+"""What a changed key costs: the cheap ones are tried first. Others follow from these, and cost nothing."""
+LEAST_TOKENS = 1024
+"""Smallest microbatch that is proposed."""
+PARALLEL = (1, 2, 4, 8, 16)
+"""Sizes of tensor and pipeline parallelism."""
+MOST_HOSTS = 1024
+MOST_TRIALS = 600
+"""Whole plans that are made in one search."""
+
+Changes = dict[str, Any]
+"""Value by key, of keys that are changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A layout that fits."""
+
+    overrides: list[str]
+    """What to type, beside what was typed."""
+    hosts: int
+    num_gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Changes to one side, the learner or the engines."""
+
+    changes: Changes
+    gpus: int
+    order: int
+    """Among candidates that are equal otherwise: the first is preferred."""
+
+    @property
+    def cost(self) -> int:
+        return sum(COSTS.get(key, 0) for key in self.changes)
+
+
+def propose_layout(config: Config, model: PlannedModel, hardware: Hardware) -> Proposal | None:
+    """Returns the nearest layout that fits this hardware, or else one that fits the fewest such hosts; None
+    where none does."""
+    search = _Search(config, model, hardware)
+    if (found := search.find_nearest(hardware.hosts)) is not None:
+        return found
+    too_few, hosts = hardware.hosts, hardware.hosts
+    while hosts < MOST_HOSTS:
+        hosts = min(MOST_HOSTS, 2 * hosts)
+        if (found := search.find_nearest(hosts)) is not None:
+            break
+        too_few = hosts
+    else:
+        return None
+    while hosts - too_few > 1:
+        middle = (too_few + hosts) // 2
+        nearer = search.find_nearest(middle)
+        too_few, hosts, found = (middle, hosts, found) if nearer is None else (too_few, middle, nearer)
+    return found
+
+
+def apply_changes(config: Config, changes: Changes) -> Config:
+    """Returns the configuration with other values of these keys."""
+    for key, value in changes.items():
+        config = _replace_key(config, key.split("."), value)
+    return config
+
+
+def _replace_key(section: Any, names: list[str], value: Any) -> Any:
+    inner = value if len(names) == 1 else _replace_key(getattr(section, names[0]), names[1:], value)
+    return dataclasses.replace(section, **{names[0]: inner})
+
+
+class _Search:
+    """Looks for a layout on one, two or more hosts of one kind, and remembers which sides fit by
+    themselves."""
+
+    def __init__(self, config: Config, model: PlannedModel, hardware: Hardware) -> None:
+        self._config, self._model, self._hardware = config, model, hardware
+        self._fitting: dict[tuple[bool, str], bool] = {}
+
+    def find_nearest(self, hosts: int) -> Proposal | None:
+        """Returns the nearest layout on so many hosts."""
+        hardware = dataclasses.replace(self._hardware, hosts=hosts)
+        engines = [
+            one
+            for one in list_engine_changes(self._config, self._model)
+            if self._fits_alone(one, is_learner=False)
+        ]
+        learners: dict[int, list[Candidate]] = {}
+        for one in list_learner_changes(self._config, self._model, hardware):
+            learners.setdefault(one.cost, []).append(one)
+        costs = sorted({cost + engine.cost for cost in learners for engine in engines})
+        trials = 0
+        for total in costs:
+            pairs = [
+                (learner, engine)
+                for engine in engines
+                for learner in learners.get(total - engine.cost, ())
+                if self._has_gpus(learner, engine, hardware)
+            ]
+            pairs.sort(key=lambda pair: (pair[0].gpus + pair[1].gpus, pair[0].order + pair[1].order))
+            for learner, engine in pairs:
+                if not self._fits_alone(learner, is_learner=True):
+                    continue
+                trials += 1
+                if trials > MOST_TRIALS:
+                    return None
+                if (found := self._try_changes(learner.changes | engine.changes, hardware)) is not None:
+                    return found
+        return None
+
+    def _try_changes(self, changes: Changes, hardware: Hardware) -> Proposal | None:
+        config = apply_changes(self._config, changes)
+        if find_config_problems(config) or find_layout_problems(config, self._model.hf):
+            return None
+        plan = plan_run(config, self._model, hardware)
+        if not plan.fits:
+            return None
+        overrides = [f"{key}={show_value(value)}" for key, value in changes.items()]
+        return Proposal(overrides, hardware.hosts, plan.num_gpus)
+
+    def _has_gpus(self, learner: Candidate, engine: Candidate, hardware: Hardware) -> bool:
+        """Tells whether so many whole GPUs are there. Engines of one GPU may share it."""
+        if not hardware.gpus:
+            return True
+        tensor = engine.changes.get("generators.tensor_parallel", self._config.generators.tensor_parallel)
+        shares = tensor == 1 or self._config.placement.mode is PlacementMode.colocated
+        return learner.gpus + (0 if shares else engine.gpus) <= hardware.num_gpus
+
+    def _fits_alone(self, candidate: Candidate, *, is_learner: bool) -> bool:
+        """Tells whether the side fits GPUs of its own: most candidates do not, and need no whole plan."""
+        config = apply_changes(self._config, candidate.changes)
+        gpus = (config.learner if is_learner else config.generators).gpus
+        if not self._hardware.gpus or gpus == 0:
+            return True
+        key = (is_learner, str(candidate.changes))
+        if key not in self._fitting:
+            sizes, gpu = self._model.sizes, self._hardware.gpu_bytes
+            if is_learner:
+                fits = plan_policy_rank(config, sizes, cuda=True).total_bytes <= gpu - CUDA_BYTES
+            else:
+                share = config.generators.gpu_memory_fraction or ENGINE_MEMORY
+                fits = find_least_engine(config, sizes) <= share * gpu
+            self._fitting[key] = fits
+        return self._fitting[key]
+
+
+# ---- the candidates
+
+
+def list_engine_changes(config: Config, model: PlannedModel) -> Iterator[Candidate]:
+    """Yields what may be changed in the engines: their number, and the GPUs of each."""
+    generators = config.generators
+    if not config.engine_names:
+        yield Candidate({}, 0, 0)
+        return
+    counts = [generators.count]
+    while counts[-1] > 1:
+        counts.append(counts[-1] // 2)
+    problem = find_kv_problem(config, model.sizes, on_gpu=True)
+    caches = [generators.kv_cache_mb] if problem is None else [None]
+    tensors = sorted(
+        {generators.tensor_parallel, *PARALLEL}, key=lambda one: (one < generators.tensor_parallel, one)
+    )
+    for tensor, (order, count), cache in itertools.product(tensors, enumerate(counts), caches):
+        changes = _keep_changes(
+            config,
+            {
+                "generators.tensor_parallel": tensor,
+                "generators.count": count,
+                "generators.kv_cache_mb": cache,
+            },
+        )
+        changes = {key: value for key, value in changes.items() if key != "generators.gpus"}
+        if tensor != generators.tensor_parallel and generators.gpus is not None:
+            changes["generators.gpus"] = float(tensor)
+        yield Candidate(changes, tensor * (count + config.eval.generators), order)
+
+
+def list_learner_changes(config: Config, model: PlannedModel, hardware: Hardware) -> Iterator[Candidate]:
+    """Yields what may be changed in the learner."""
+    learner = config.learner
+    tokens = [learner.tokens_per_microbatch]
+    while tokens[-1] // 2 >= max(LEAST_TOKENS, config.generators.max_model_len):
+        tokens.append(tokens[-1] // 2)
+    checkpointing = [True] if learner.activation_checkpointing else [False, True]
+    layouts = [*_list_fsdp_layouts(config), *_list_megatron_layouts(config, model, hardware)]
+    for (order, budget), checkpoints, layout, ranks in itertools.product(
+        enumerate(tokens), checkpointing, layouts, _list_ranks(config, hardware)
+    ):
+        if not _divides_ranks(layout, ranks):
+            continue
+        changes = _keep_changes(
+            config,
+            {
+                "learner.ranks": ranks,
+                **layout,
+                "learner.activation_checkpointing": checkpoints,
+                "learner.tokens_per_microbatch": budget,
+            },
+        )
+        own = config.num_learner_ranks - learner.ranks
+        yield Candidate(changes, ranks + own, order)
+
+
+def _list_ranks(config: Config, hardware: Hardware) -> list[int]:
+    """Returns the numbers of ranks to try: powers of two, and three times these."""
+    given = config.learner.ranks
+    most = hardware.num_gpus if hardware.gpus else max(given, 2 * hardware.hosts)
+    powers = [2**power for power in range(14)]
+    found = {number for number in (*powers, *(3 * power for power in powers)) if number <= most}
+    return sorted(found | {given})
+
+
+def _list_fsdp_layouts(config: Config) -> Iterator[Changes]:
+    given = config.learner.fsdp if config.learner.engine is LearnerKind.fsdp else FsdpConfig()
+    for replicas, sequence, offloads, accumulate in itertools.product(
+        sorted({given.replicas, 1}),
+        [given.sequence_parallel] + [one for one in PARALLEL if one > given.sequence_parallel],
+        [True] if given.cpu_offload else [False, True],
+        {given.accumulate, Accumulate.reduce},
+    ):
+        yield {
+            "learner.engine": LearnerKind.fsdp,
+            **{f"learner.megatron.{one.name}": one.default for one in dataclasses.fields(MegatronConfig)},
+            "learner.fsdp.replicas": replicas,
+            "learner.fsdp.sequence_parallel": sequence,
+            "learner.fsdp.cpu_offload": offloads,
+            "learner.fsdp.accumulate": accumulate,
+        }
+
+
+def _list_megatron_layouts(config: Config, model: PlannedModel, hardware: Hardware) -> Iterator[Changes]:
+    """Yields the divisions of a model that its sizes allow; none where adapters are trained."""
+    learner = config.learner
+    if learner.lora.rank is not None or not hardware.gpus:
+        return
+    given = learner.megatron if learner.engine is LearnerKind.megatron else MegatronConfig()
+    experts = model.sizes.num_experts
+    dealt = [1] if not experts else [size for size in (1, 2, 4, 8, 16, 32, 64, 128) if experts % size == 0]
+    resets = {f"learner.fsdp.{one.name}": one.default for one in dataclasses.fields(FsdpConfig)}
+    for tensor, pipeline, expert in itertools.product(
+        sorted({given.tensor_parallel, *PARALLEL[:4]}),
+        sorted({given.pipeline_parallel, *PARALLEL}),
+        sorted({given.expert_parallel, *dealt}),
+    ):
+        layout: Changes = {
+            "learner.engine": LearnerKind.megatron,
+            **resets,
+            "learner.attention": Attention.auto,
+            "learner.megatron.tensor_parallel": tensor,
+            "learner.megatron.pipeline_parallel": pipeline,
+            "learner.megatron.expert_parallel": expert,
+        }
+        if not find_layout_problems(apply_changes(config, layout), model.hf):
+            yield layout
+
+
+def _divides_ranks(layout: Changes, ranks: int) -> bool:
+    if layout["learner.engine"] is LearnerKind.fsdp:
+        return (
+            ranks % layout["learner.fsdp.replicas"] == 0
+            and ranks % layout["learner.fsdp.sequence_parallel"] == 0
+        )
+    sizes = [layout[f"learner.megatron.{name}_parallel"] for name in ("tensor", "pipeline", "expert")]
+    return ranks % (sizes[0] * sizes[1] * sizes[2]) == 0
+
+
+def _keep_changes(config: Config, values: Changes) -> Changes:
+    """Returns the values that differ from the configuration's."""
+    found = {}
+    for key, value in values.items():
+        held: Any = config
+        for name in key.split("."):
+            held = getattr(held, name)
+        if held != value:
+            found[key] = value
+    return found
