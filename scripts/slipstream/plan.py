@@ -22,7 +22,6 @@ from configs.sizes import count_sizes, find_config_file, read_model_config
 from slipstream.plan_hardware import add_arguments, read_hardware, read_rates
 from slipstream.plan_layout import PlannedModel, plan_run
 from slipstream.plan_report import print_plan, print_proposal
-from slipstream.plan_search import propose_layout
 
 FLAG = "--plan"
 
@@ -42,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         print_plan(config, model, plan, read_rates(told))
         if not plan.fits:
             sys.stdout.flush()
-            print_proposal(propose_layout(config, model, hardware), hardware)
+            print_proposal(config, model, hardware)
         sys.stdout.flush()
     except BrokenPipeError:
         # A reader has left early, such as `head`.

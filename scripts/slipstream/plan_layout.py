@@ -9,12 +9,14 @@ The rest is here: what is no matter of the model (processes, the buffer), and th
 """
 
 import dataclasses
+import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from configs.placement import PlacementMode
-from configs.schema import Config
+from configs.schema import Config, Role
 from configs.sizes import Sizes
 from generators.shared_gpu import (
     BLOCK_TOKENS,
@@ -58,7 +60,7 @@ ROW_BYTES = 13
 CPU_KV_BYTES = 64 << 20
 """KV of an engine on a CPU, where the configuration does not say."""
 MANY_CPUS = 1 << 20
-"""Processors of a host: they are not planned."""
+"""Processors of a host where they limit nothing: with GPUs, and in the Ray cluster of a single host."""
 OPTIMIZER_TURNS = ("weights", "gradients", "optimizer")
 """Parts that a sleeping learner has in its host's memory."""
 
@@ -123,6 +125,14 @@ class RunPlan:
         return not self.shortages
 
     @property
+    def has_learner(self) -> bool:
+        return any(role.name.startswith("learner-") for role in self.roles)
+
+    @property
+    def has_engines(self) -> bool:
+        return any(not role.name.startswith("learner-") for role in self.roles)
+
+    @property
     def num_gpus(self) -> int:
         """GPUs that somebody is on."""
         return len({(role.host, gpu) for role in self.roles for gpu in role.gpus})
@@ -138,7 +148,6 @@ def plan_run(config: Config, model: PlannedModel, hardware: Hardware) -> RunPlan
         division = divide_hosts(config, hardware)
     except ValueError as error:
         return RunPlan(hardware=hardware, shortages=[*problems, str(error)])
-    is_colocated = config.placement.mode is PlacementMode.colocated
     roles = list(_plan_ranks(config, model.sizes, division, hardware))
     engines, kv = _plan_engines(config, model.sizes, division, hardware)
     roles += engines
@@ -148,11 +157,14 @@ def plan_run(config: Config, model: PlannedModel, hardware: Hardware) -> RunPlan
     shares = _count_shares(config, division, hardware)
     busy = {int(place.node) for place in division.engines}
     version = count_published_bytes(config, model.sizes)
+    at_home: list[list[RoleNeeds]] = [[] for _ in shares]
+    for role in roles:
+        at_home[role.host].append(role)
     hosts = [
-        _sum_host(config, model.sizes, roles, host, shares[host], host in busy, version)
+        _sum_host(config, model.sizes, at_home[host], host, shares[host], host in busy, version)
         for host in range(hardware.hosts)
     ]
-    shortages = problems + _find_gpu_shortages(roles, hardware, is_colocated)
+    shortages = problems + _find_gpu_shortages(roles, hardware)
     shortages += [one for number, parts in enumerate(hosts) for one in _check_host(number, parts, hardware)]
     return RunPlan(
         hardware=hardware,
@@ -169,7 +181,8 @@ def plan_run(config: Config, model: PlannedModel, hardware: Hardware) -> RunPlan
 
 def divide_hosts(config: Config, hardware: Hardware) -> RoleDivision:
     """Places the roles. A node's name is its number. Raises ValueError for more than the hosts have."""
-    nodes = [NodeRoom(str(number), MANY_CPUS, hardware.gpus) for number in range(hardware.hosts)]
+    cpus = MANY_CPUS if hardware.gpus or hardware.hosts == 1 else len(os.sched_getaffinity(0))
+    nodes = [NodeRoom(str(number), cpus, hardware.gpus) for number in range(hardware.hosts)]
     generators = config.generators
     if generators.tensor_parallel > 1 and generators.gpus is None and hardware.gpus:
         config = dataclasses.replace(
@@ -216,14 +229,13 @@ def _plan_ranks(
             plans[(cuda, is_policy)] = plan(limited, sizes, cuda=cuda)
         planned = plans[(cuda, is_policy)]
         parts, host_parts = dict(planned.parts), dict(planned.host_parts)
-        if number > 0:
-            parts.pop("published", None)
+        parts["published"] = parts.get("published", 0.0) if number == 0 else 0.0
         host_parts["process"] = float(PROCESS_BYTES[cuda])
         if not cuda:
             parts, host_parts = {}, parts | host_parts
         elif takes_turns and division.engines:
             host_parts["asleep"] = sum(parts.get(name, 0.0) for name in OPTIMIZER_TURNS)
-        free = hardware.gpu_bytes - CUDA_BYTES
+        free = hardware.gpu_bytes - CUDA_BYTES - (ASLEEP_BYTES if takes_turns and division.engines else 0)
         yield RoleNeeds(
             name=f"learner-{number}",
             host=int(place.node),
@@ -239,17 +251,19 @@ def _plan_engines(
     config: Config, sizes: Sizes, division: RoleDivision, hardware: Hardware
 ) -> tuple[list[RoleNeeds], KvPlan | None]:
     """Returns the needs of all engines, and the KV cache of the one that has least."""
-    tensor = config.generators.tensor_parallel
+    tensor, takes_turns = config.generators.tensor_parallel, config.placement.mode is PlacementMode.colocated
     roles, caches = [], []
     names = division.names[len(division.ranks) :]
     for name, place in zip(names, division.engines, strict=True):
         if place.gpus:
             available = (place.memory or ENGINE_MEMORY) * hardware.gpu_bytes
+            if takes_turns:
+                available = min(available, hardware.gpu_bytes - ASLEEP_BYTES)
             parts = count_engine(config, sizes, on_gpu=True)
             host_parts = {"process": float(PROCESS_BYTES[True] * tensor)}
             if config.generators.kv_cache_mb is None:
                 parts["KV cache"] = max(0.0, available - sum(parts.values()))
-            if place.beside_rank and config.placement.mode is PlacementMode.colocated:
+            if takes_turns:
                 # Without updates in flight its requests go on with the same weights.
                 host_parts["asleep"] = (not config.sync.in_flight) * tensor * parts["weights"]
             least = find_least_engine(config, sizes)
@@ -313,16 +327,20 @@ def _count_longest_kv(config: Config, sizes: Sizes) -> float:
     return float(blocks * BLOCK_TOKENS * token_bytes)
 
 
+def count_least_kv_mb(config: Config, sizes: Sizes) -> int:
+    """Returns the smallest `generators.kv_cache_mb` that engines take."""
+    return math.ceil(_count_longest_kv(config, sizes) / 2**20)
+
+
 def find_kv_problem(config: Config, sizes: Sizes, *, on_gpu: bool) -> str | None:
     """Returns a sentence where the KV cache that is told, or a CPU's usual one, holds no whole sequence."""
     told = config.generators.kv_cache_mb
     if told is None and on_gpu:
         return None
-    least = _count_longest_kv(config, sizes)
-    if count_engine(config, sizes, on_gpu=on_gpu)["KV cache"] >= least:
+    if count_engine(config, sizes, on_gpu=on_gpu)["KV cache"] >= _count_longest_kv(config, sizes):
         return None
     return (
-        f"generators.kv_cache_mb must be at least {-int(-least // 2**20)} (a sequence of "
+        f"generators.kv_cache_mb must be at least {count_least_kv_mb(config, sizes)} (a sequence of "
         f"generators.max_model_len={config.generators.max_model_len}), got "
         f"{CPU_KV_BYTES >> 20 if told is None else told}"
     )
@@ -351,7 +369,7 @@ def _sum_host(
     for role in roles:
         kind = role.name.rpartition("-")[0]
         for name, size in role.host_parts.items():
-            if role.host == host and size:
+            if size:
                 parts[f"{kind}: {name}"] = parts.get(f"{kind}: {name}", 0.0) + size
     kept = count_kept_bytes(
         config,
@@ -361,7 +379,7 @@ def _sum_host(
         has_engines=has_engines,
     )
     parts |= {f"{SHARED}{name}": size for name, size in kept.items() if size}
-    if host == 0:
+    if host == 0 and config.role is Role.all:
         parts["buffer: groups"] = float(_count_buffer_bytes(config))
         parts["buffer and driver: processes"] = float(2 * PROCESS_BYTES[False])
     return parts
@@ -373,13 +391,12 @@ def _count_buffer_bytes(config: Config) -> int:
     return groups * config.samples_per_group * config.generators.max_model_len * ROW_BYTES
 
 
-def _find_gpu_shortages(roles: list[RoleNeeds], hardware: Hardware, takes_turns: bool) -> list[str]:
+def _find_gpu_shortages(roles: list[RoleNeeds], hardware: Hardware) -> list[str]:
     """Returns a sentence for the first role of each kind that has no room on a GPU."""
     found: dict[str, str] = {}
     for role in roles:
         kind = role.name.rpartition("-")[0]
-        available = role.available - (ASLEEP_BYTES if takes_turns else 0.0)
-        if role.gpus and role.least > available and kind not in found:
+        if role.gpus and role.least > role.available and kind not in found:
             numbers = " and ".join(map(str, role.gpus))
             least = role.parts | (
                 {"KV cache": role.least - sum(role.parts.values()) + role.parts["KV cache"]}
@@ -387,8 +404,8 @@ def _find_gpu_shortages(roles: list[RoleNeeds], hardware: Hardware, takes_turns:
                 else {}
             )
             found[kind] = (
-                f"{role.name} must fit into {format_bytes(available)} of GPU {numbers} of host {role.host} "
-                f"({format_bytes(hardware.gpu_bytes)}), got {format_bytes(role.least)}: "
+                f"{role.name} must fit into {format_bytes(role.available)} of GPU {numbers} of host "
+                f"{role.host}, which has {format_bytes(hardware.gpu_bytes)}, got {format_bytes(role.least)}: "
                 f"{describe_parts(least)}"
             )
     return list(found.values())

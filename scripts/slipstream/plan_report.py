@@ -7,7 +7,7 @@ from configs.schema import Config
 from learners.memory import format_bytes
 from slipstream.plan_hardware import Hardware, Rates
 from slipstream.plan_layout import SHARED, PlannedModel, RoleNeeds, RunPlan
-from slipstream.plan_search import Proposal
+from slipstream.plan_search import describe_least, propose_layout
 
 COLUMNS = (70, 11, 11)
 """Widths of a table's columns."""
@@ -41,10 +41,13 @@ def print_plan(config: Config, model: PlannedModel, plan: RunPlan, rates: Rates)
         print(f"  {shortage}")
 
 
-def print_proposal(proposal: Proposal | None, hardware: Hardware) -> None:
+def print_proposal(config: Config, model: PlannedModel, hardware: Hardware) -> None:
     """Prints the nearest layout that fits, or what would."""
+    proposal = propose_layout(config, model, hardware)
     if proposal is None:
-        print("\nNo layout that was looked at fits GPUs and hosts of this size, on any number of hosts.")
+        print("\nNo layout that was looked at fits such hosts, however many there are.")
+        if hardware.gpus:
+            print(f"  On a GPU {describe_least(config, model, hardware)}.")
         return
     if proposal.hosts > hardware.hosts:
         given = f"{hardware.hosts} such host{'s' if hardware.hosts > 1 else ''}"
@@ -153,10 +156,10 @@ def _describe_version(config: Config, plan: RunPlan, rates: Rates) -> list[str]:
     """Says how long a publication takes, until training goes on and until engines have it."""
     size, ranks = plan.version_bytes, config.learner.ranks
     waits_s = size / ranks / GB / rates.copy
-    lines = [
-        f"a version: {format_bytes(size)}; training waits {_format_s(waits_s)} for a publication "
-        f"({ranks} rank{'s' if ranks > 1 else ''} at {rates.copy:g} GB/s each)"
-    ]
+    lines = [f"a version: {format_bytes(size)}"]
+    if plan.has_learner:
+        by = f"{ranks} rank{'s' if ranks > 1 else ''} at {rates.copy:g} GB/s each"
+        lines[0] += f"; training waits {_format_s(waits_s)} for a publication ({by})"
     if plan.fetching:
         coming_s = max((1 - plan.shares[host]) * size for host in plan.fetching) / GB / rates.network
         chains = 2 if len(plan.fetching) >= CHAINS_FROM else 1
@@ -165,7 +168,7 @@ def _describe_version(config: Config, plan: RunPlan, rates: Rates) -> list[str]:
             f"  {len(plan.fetching)} host{'s' if len(plan.fetching) > 1 else ''} with engines fetch it in "
             f"{_format_s(max(coming_s, going_s))} ({rates.network:g} GB/s a host), beside the engines"
         )
-    if any(role.name.startswith(("generator", "evaluator")) for role in plan.roles):
+    if plan.has_engines:
         lines.append(
             f"  a host verifies it in {_format_s(size / GB / rates.verify)} ({rates.verify:g} GB/s), "
             "beside the engines"
@@ -174,6 +177,8 @@ def _describe_version(config: Config, plan: RunPlan, rates: Rates) -> list[str]:
 
 
 def _describe_checkpoint(config: Config, plan: RunPlan, rates: Rates) -> list[str]:
+    if not plan.has_learner:
+        return []
     size, keep = plan.checkpoint_bytes, config.learner.keep_checkpoints
     seconds = max(plan.shares, default=1.0) * size / GB / rates.disk
     return [

@@ -19,9 +19,16 @@ from configs.placement import PlacementMode
 from configs.schema import Config
 from configs.setting import show_value
 from learners.layout_rules import find_layout_problems
-from learners.memory import plan_policy_rank
+from learners.memory import describe_parts, format_bytes, plan_policy_rank
 from slipstream.plan_hardware import Hardware
-from slipstream.plan_layout import CUDA_BYTES, PlannedModel, find_kv_problem, find_least_engine, plan_run
+from slipstream.plan_layout import (
+    CUDA_BYTES,
+    PlannedModel,
+    count_least_kv_mb,
+    find_kv_problem,
+    find_least_engine,
+    plan_run,
+)
 from slipstream.role_placement import ENGINE_MEMORY
 
 COSTS = {
@@ -45,8 +52,11 @@ LEAST_TOKENS = 1024
 """Smallest microbatch that is proposed."""
 PARALLEL = (1, 2, 4, 8, 16)
 """Sizes of tensor and pipeline parallelism."""
-MOST_HOSTS = 1024
-MOST_TRIALS = 600
+HALVES_OF_HOSTS = 32
+"""Halves of hosts up to which each number of them is tried."""
+MOST_HOSTS, MOST_CPU_HOSTS = 1024, 32
+"""Hosts up to which a layout is looked for: with GPUs, and without."""
+MOST_TRIALS = 300
 """Whole plans that are made in one search."""
 
 Changes = dict[str, Any]
@@ -84,8 +94,9 @@ def propose_layout(config: Config, model: PlannedModel, hardware: Hardware) -> P
     if (found := search.find_nearest(hardware.hosts)) is not None:
         return found
     too_few, hosts = hardware.hosts, hardware.hosts
-    while hosts < MOST_HOSTS:
-        hosts = min(MOST_HOSTS, 2 * hosts)
+    most = MOST_HOSTS if hardware.gpus else MOST_CPU_HOSTS
+    while hosts < most:
+        hosts = min(most, 2 * hosts)
         if (found := search.find_nearest(hosts)) is not None:
             break
         too_few = hosts
@@ -96,6 +107,22 @@ def propose_layout(config: Config, model: PlannedModel, hardware: Hardware) -> P
         nearer = search.find_nearest(middle)
         too_few, hosts, found = (middle, hosts, found) if nearer is None else (too_few, middle, nearer)
     return found
+
+
+def describe_least(config: Config, model: PlannedModel, hardware: Hardware) -> str:
+    """Returns what a rank, or an engine, needs at least, however many hosts there are."""
+    many = dataclasses.replace(hardware, hosts=MOST_HOSTS)
+    ranks = [
+        plan_policy_rank(apply_changes(config, one.changes), model.sizes, cuda=True).parts
+        for one in list_learner_changes(config, model, many)
+    ]
+    engines = [
+        find_least_engine(apply_changes(config, one.changes), model.sizes)
+        for one in list_engine_changes(config, model)
+    ]
+    least = describe_parts(min(ranks, key=lambda parts: sum(parts.values())))
+    words = f"a rank of the learner needs at least {least}, and {format_bytes(CUDA_BYTES)} for CUDA"
+    return words + (f"; an engine {format_bytes(min(engines))} on each GPU" if config.engine_names else "")
 
 
 def apply_changes(config: Config, changes: Changes) -> Config:
@@ -151,10 +178,9 @@ class _Search:
 
     def _try_changes(self, changes: Changes, hardware: Hardware) -> Proposal | None:
         config = apply_changes(self._config, changes)
-        if find_config_problems(config) or find_layout_problems(config, self._model.hf):
-            return None
         plan = plan_run(config, self._model, hardware)
-        if not plan.fits:
+        # The configuration's own rules come last, because asking them takes longest.
+        if not plan.fits or find_config_problems(config):
             return None
         overrides = [f"{key}={show_value(value)}" for key, value in changes.items()]
         return Proposal(overrides, hardware.hosts, plan.num_gpus)
@@ -168,21 +194,28 @@ class _Search:
         return learner.gpus + (0 if shares else engine.gpus) <= hardware.num_gpus
 
     def _fits_alone(self, candidate: Candidate, *, is_learner: bool) -> bool:
-        """Tells whether the side fits GPUs of its own: most candidates do not, and need no whole plan."""
-        config = apply_changes(self._config, candidate.changes)
-        gpus = (config.learner if is_learner else config.generators).gpus
-        if not self._hardware.gpus or gpus == 0:
-            return True
+        """Tells whether the side has room where it is alone: most have not, and need no whole plan."""
         key = (is_learner, str(candidate.changes))
         if key not in self._fitting:
-            sizes, gpu = self._model.sizes, self._hardware.gpu_bytes
-            if is_learner:
-                fits = plan_policy_rank(config, sizes, cuda=True).total_bytes <= gpu - CUDA_BYTES
-            else:
-                share = config.generators.gpu_memory_fraction or ENGINE_MEMORY
-                fits = find_least_engine(config, sizes) <= share * gpu
-            self._fitting[key] = fits
+            config = apply_changes(self._config, candidate.changes)
+            self._fitting[key] = self._fits_learner(config) if is_learner else self._fits_engine(config)
         return self._fitting[key]
+
+    def _fits_learner(self, config: Config) -> bool:
+        """Tells whether one rank fits an empty GPU and an empty host."""
+        cuda = self._hardware.gpus > 0 and config.learner.gpus != 0
+        plan = plan_policy_rank(config, self._model.sizes, cuda=cuda)
+        if cuda and plan.total_bytes > self._hardware.gpu_bytes - CUDA_BYTES:
+            return False
+        return plan.host_bytes + (0 if cuda else plan.total_bytes) <= self._hardware.host_bytes
+
+    def _fits_engine(self, config: Config) -> bool:
+        """Tells whether an engine fits empty GPUs, with KV for one sequence."""
+        on_gpu = self._hardware.gpus > 0 and config.generators.gpus != 0
+        if find_kv_problem(config, self._model.sizes, on_gpu=on_gpu) is not None:
+            return False
+        share = config.generators.gpu_memory_fraction or ENGINE_MEMORY
+        return not on_gpu or find_least_engine(config, self._model.sizes) <= share * self._hardware.gpu_bytes
 
 
 # ---- the candidates
@@ -197,8 +230,7 @@ def list_engine_changes(config: Config, model: PlannedModel) -> Iterator[Candida
     counts = [generators.count]
     while counts[-1] > 1:
         counts.append(counts[-1] // 2)
-    problem = find_kv_problem(config, model.sizes, on_gpu=True)
-    caches = [generators.kv_cache_mb] if problem is None else [None]
+    caches = list(dict.fromkeys([generators.kv_cache_mb, None, count_least_kv_mb(config, model.sizes)]))
     tensors = sorted(
         {generators.tensor_parallel, *PARALLEL}, key=lambda one: (one < generators.tensor_parallel, one)
     )
@@ -244,12 +276,13 @@ def list_learner_changes(config: Config, model: PlannedModel, hardware: Hardware
 
 
 def _list_ranks(config: Config, hardware: Hardware) -> list[int]:
-    """Returns the numbers of ranks to try: powers of two, and three times these."""
+    """Returns the numbers of ranks to try: powers of two, three times these, and halves of hosts."""
     given = config.learner.ranks
     most = hardware.num_gpus if hardware.gpus else max(given, 2 * hardware.hosts)
     powers = [2**power for power in range(14)]
-    found = {number for number in (*powers, *(3 * power for power in powers)) if number <= most}
-    return sorted(found | {given})
+    halves = range(0, HALVES_OF_HOSTS * max(1, hardware.gpus // 2), max(1, hardware.gpus // 2))
+    found = {number for number in (*powers, *(3 * power for power in powers), *halves) if number <= most}
+    return sorted((found | {given}) - {0})
 
 
 def _list_fsdp_layouts(config: Config) -> Iterator[Changes]:
