@@ -49,6 +49,12 @@ def _find_megatron_problems(config: Config, hf: dict[str, Any]) -> list[str]:
         ("tensor_parallel", layout.tensor_parallel, "the size of the vocabulary", hf["vocab_size"]),
         ("tensor_parallel", layout.tensor_parallel, "the intermediate size", hf["intermediate_size"]),
         ("pipeline_parallel", layout.pipeline_parallel, "the number of layers", hf["num_hidden_layers"]),
+        (
+            "context_parallel",
+            layout.context_parallel,
+            "the attention heads of a tensor-parallel rank",
+            heads // layout.tensor_parallel,
+        ),
     ]
     if experts:
         rules += [

@@ -61,8 +61,8 @@ CPU_KV_BYTES = 64 << 20
 """KV of an engine on a CPU, where the configuration does not say."""
 MANY_CPUS = 1 << 20
 """Processors of a host where they limit nothing: with GPUs, and in the Ray cluster of a single host."""
-OPTIMIZER_TURNS = ("weights", "gradients", "optimizer")
-"""Parts that a sleeping learner has in its host's memory."""
+KEPT_ASLEEP = ("weights", "optimizer")
+"""Parts of a rank that are in its host's memory while engines have the GPU. There are no gradients then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,11 @@ def divide_hosts(config: Config, hardware: Hardware) -> RoleDivision:
     wishes = read_wishes(config)
     if config.placement.mode is not PlacementMode.colocated:
         return divide_roles(nodes, wishes)
-    # Labels that only some nodes have are no matter of memory.
+    if hardware.hosts > 1:
+        raise ValueError(
+            "--hosts must be 1 with placement.mode=colocated (learner and engines are on one host), "
+            f"got {hardware.hosts}"
+        )
     alone = divide_roles(nodes, dataclasses.replace(wishes, engines=0, evaluators=0))
     return _seat_colocated_engines(alone, wishes.engines, generators.tensor_parallel, wishes.evaluators)
 
@@ -199,19 +203,24 @@ def divide_hosts(config: Config, hardware: Hardware) -> RoleDivision:
 def _seat_colocated_engines(
     ranks: RoleDivision, engines: int, tensor_parallel: int, evaluators: int
 ) -> RoleDivision:
-    """Puts each engine on GPUs of ranks that are side by side on one host."""
-    seats: list[RolePlace] = []
-    for node in ranks.nodes:
-        own = [place for place in ranks.ranks if place.node == node]
-        for begin in range(0, len(own) - tensor_parallel + 1, tensor_parallel):
-            gpus = tuple(gpu for place in own[begin : begin + tensor_parallel] for gpu in place.gpus)
-            seats.append(RolePlace(node, gpus, 1.0, ENGINE_MEMORY, is_shared=True, beside_rank=True))
-    if engines > len(seats):
+    """Puts engines on the GPUs of the ranks, which they have by turns: each on as many as it divides a model
+    between, one after the other; those on the same GPUs share the memory in their turn."""
+    if len(ranks.ranks) % tensor_parallel:
         raise ValueError(
-            f"generators.count must be at most {len(seats)} with placement.mode=colocated (one engine of "
-            f"{tensor_parallel} on each {tensor_parallel} ranks of a host), got {engines}"
+            "generators.tensor_parallel must divide the ranks of the learner with placement.mode=colocated "
+            f"(an engine has the GPUs of so many), got {tensor_parallel} and {len(ranks.ranks)}"
         )
-    return RoleDivision(ranks.ranks, tuple(seats[:engines]), evaluators)
+    groups = [
+        ranks.ranks[begin : begin + tensor_parallel] for begin in range(0, len(ranks.ranks), tensor_parallel)
+    ]
+    seats = []
+    for number in range(engines):
+        group = groups[number % len(groups)]
+        beside = len(range(number % len(groups), engines, len(groups)))
+        gpus = tuple(gpu for place in group for gpu in place.gpus)
+        memory = ENGINE_MEMORY / beside if gpus else None
+        seats.append(RolePlace(group[0].node, gpus, 1.0, memory, is_shared=True, beside_rank=True))
+    return RoleDivision(ranks.ranks, tuple(seats), evaluators)
 
 
 def _plan_ranks(
@@ -234,7 +243,7 @@ def _plan_ranks(
         if not cuda:
             parts, host_parts = {}, parts | host_parts
         elif takes_turns and division.engines:
-            host_parts["asleep"] = sum(parts.get(name, 0.0) for name in OPTIMIZER_TURNS)
+            host_parts["asleep"] = sum(parts.get(name, 0.0) for name in KEPT_ASLEEP)
         free = hardware.gpu_bytes - CUDA_BYTES - (ASLEEP_BYTES if takes_turns and division.engines else 0)
         yield RoleNeeds(
             name=f"learner-{number}",

@@ -95,6 +95,8 @@ def propose_layout(config: Config, model: PlannedModel, hardware: Hardware) -> P
         return found
     too_few, hosts = hardware.hosts, hardware.hosts
     most = MOST_HOSTS if hardware.gpus else MOST_CPU_HOSTS
+    if config.placement.mode is PlacementMode.colocated:
+        most = 1
     while hosts < most:
         hosts = min(most, 2 * hosts)
         if (found := search.find_nearest(hosts)) is not None:
