@@ -327,7 +327,7 @@ def _count_mlp(hf: dict[str, Any], family: Family) -> _LayerPart:
 def _count_experts(hf: dict[str, Any], family: Family) -> _LayerPart:
     """Counts a mixture: its router, its experts, and those that every token goes through."""
     hidden = hf["hidden_size"]
-    names = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in hf]
+    names = [key for key in ("n_routed_experts", "num_experts", "num_local_experts") if key in hf]
     experts = hf[names[0] if names else "num_experts"]
     width = hf.get("moe_intermediate_size") or hf["intermediate_size"]
     gated = hf.get("shared_expert_intermediate_size")

@@ -9,13 +9,18 @@ from engine_batches import draw_batch, negate_logprobs, save_model
 from public_models import PUBLIC_MODELS
 from ranks import on_ranks
 from torch import Tensor
+from transformers import AutoConfig
 
+from configs.load import load_config
 from configs.parallel import MegatronConfig
 from configs.sizes import count_sizes, read_sizes
+from learners.layout_rules import find_layout_problems
 from learners.megatron.engine import MegatronEngine
 from learners.megatron.memory import MegatronRank, count_rank_parts, count_stage_sizes, count_state_elements
+from learners.megatron.model import ParallelSizes, find_problems
 from learners.packing import Packed, pack_share
 from learners.world import World
+from slipstream.plan_search import apply_changes
 
 LENGTHS = [64] * 8
 TOKENS = 128
@@ -141,3 +146,25 @@ def test_optimizer_state_is_divided_over_all_ranks_that_hold_the_same() -> None:
     assert count_state_elements(sizes, MegatronConfig(), 64) == one / 64
     dealt = count_state_elements(sizes, MegatronConfig(expert_parallel=8), 64)
     assert dealt == pytest.approx(one / 64), "8 ranks hold each expert, and 64 the rest"
+
+
+@pytest.mark.parametrize("name", ["Qwen3-0.6B", "Qwen3-8B", "Qwen3-235B-A22B"])
+def test_layouts_are_refused_as_megatron_refuses_them(name: str) -> None:
+    hf, given = dict(PUBLIC_MODELS[name]), load_config(["learner.engine=megatron"])
+    loaded = AutoConfig.for_model(hf.pop("model_type"), **hf)
+    for tensor in (1, 2, 3, 4, 8):
+        for pipeline in (1, 2, 4, 7, 47):
+            for expert in (1, 2, 3, 8):
+                ranks = tensor * pipeline * expert
+                config = apply_changes(
+                    given,
+                    {
+                        "learner.ranks": ranks,
+                        "learner.megatron": MegatronConfig(
+                            tensor_parallel=tensor, pipeline_parallel=pipeline, expert_parallel=expert
+                        ),
+                    },
+                )
+                theirs = find_problems(loaded, ParallelSizes(tensor, pipeline, expert), ranks)
+                ours = find_layout_problems(config, PUBLIC_MODELS[name])
+                assert sorted(ours) == sorted(theirs)

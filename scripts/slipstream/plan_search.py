@@ -19,10 +19,11 @@ from configs.placement import PlacementMode
 from configs.schema import Config
 from configs.setting import show_value
 from learners.layout_rules import find_layout_problems
-from learners.memory import describe_parts, format_bytes, plan_policy_rank
+from learners.memory import count_published_bytes, describe_parts, format_bytes, plan_policy_rank
 from slipstream.plan_hardware import Hardware
 from slipstream.plan_layout import (
     CUDA_BYTES,
+    PROCESS_BYTES,
     PlannedModel,
     count_least_kv_mb,
     find_kv_problem,
@@ -30,6 +31,7 @@ from slipstream.plan_layout import (
     plan_run,
 )
 from slipstream.role_placement import ENGINE_MEMORY
+from sync.kept_versions import count_kept_bytes
 
 COSTS = {
     "learner.tokens_per_microbatch": 1,
@@ -56,7 +58,7 @@ HALVES_OF_HOSTS = 32
 """Halves of hosts up to which each number of them is tried."""
 MOST_HOSTS, MOST_CPU_HOSTS = 1024, 32
 """Hosts up to which a layout is looked for: with GPUs, and without."""
-MOST_TRIALS = 300
+MOST_TRIALS = 100
 """Whole plans that are made in one search."""
 
 Changes = dict[str, Any]
@@ -121,10 +123,11 @@ def describe_least(config: Config, model: PlannedModel, hardware: Hardware) -> s
     engines = [
         find_least_engine(apply_changes(config, one.changes), model.sizes)
         for one in list_engine_changes(config, model)
+        if one.changes.get("generators.tensor_parallel", config.generators.tensor_parallel) <= hardware.gpus
     ]
     least = describe_parts(min(ranks, key=lambda parts: sum(parts.values())))
     words = f"a rank of the learner needs at least {least}, and {format_bytes(CUDA_BYTES)} for CUDA"
-    return words + (f"; an engine {format_bytes(min(engines))} on each GPU" if config.engine_names else "")
+    return words + (f"; an engine {format_bytes(min(engines))} on each GPU" if engines else "")
 
 
 def apply_changes(config: Config, changes: Changes) -> Config:
@@ -204,17 +207,26 @@ class _Search:
         return self._fitting[key]
 
     def _fits_learner(self, config: Config) -> bool:
-        """Tells whether one rank fits an empty GPU and an empty host."""
+        """Tells whether a rank fits an empty GPU, and as many as one host has fit an empty host."""
         cuda = self._hardware.gpus > 0 and config.learner.gpus != 0
-        plan = plan_policy_rank(config, self._model.sizes, cuda=cuda)
-        if cuda and plan.total_bytes > self._hardware.gpu_bytes - CUDA_BYTES:
+        plan, hardware = plan_policy_rank(config, self._model.sizes, cuda=cuda), self._hardware
+        if not cuda:
+            return plan.host_bytes + plan.total_bytes <= hardware.host_bytes
+        if plan.total_bytes > hardware.gpu_bytes - CUDA_BYTES:
             return False
-        return plan.host_bytes + (0 if cuda else plan.total_bytes) <= self._hardware.host_bytes
+        # Ranks fill one host after the other.
+        here, ranks = min(config.learner.ranks, hardware.gpus), config.learner.ranks
+        version = count_published_bytes(config, self._model.sizes)
+        kept = sum(count_kept_bytes(config, version, 0, share=here / ranks, has_engines=False).values())
+        held = here * (plan.host_bytes + PROCESS_BYTES[True]) + kept
+        return kept <= hardware.shared_bytes and held <= hardware.host_bytes
 
     def _fits_engine(self, config: Config) -> bool:
         """Tells whether an engine fits empty GPUs, with KV for one sequence."""
         on_gpu = self._hardware.gpus > 0 and config.generators.gpus != 0
         if find_kv_problem(config, self._model.sizes, on_gpu=on_gpu) is not None:
+            return False
+        if on_gpu and config.generators.tensor_parallel > self._hardware.gpus:
             return False
         share = config.generators.gpu_memory_fraction or ENGINE_MEMORY
         return not on_gpu or find_least_engine(config, self._model.sizes) <= share * self._hardware.gpu_bytes
