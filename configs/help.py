@@ -30,6 +30,7 @@ USAGE = """\
 scripts/launch.sh [key=value ...]           starts a run
 scripts/launch.sh --cfg [key=value ...]     prints the composed configuration, and starts nothing
 scripts/launch.sh --help [KEY|SECTION ...]  explains keys: all of them in a line each, or those that are named
+scripts/launch.sh --plan model.path=FOLDER  says what memory a run needs, and starts nothing (--plan --help)
 """
 KEY_COLUMNS = 44
 """Columns of `key=default` in the overview."""

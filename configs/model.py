@@ -14,6 +14,11 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
     """2 bytes an element: the range of float32 with 8 bits of precision. For GPUs."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of an element."""
+        return 2 if self is Dtype.bfloat16 else 4
+
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig(Section):

@@ -14,17 +14,74 @@ COPIES_OF_LOGITS = 3
 """The logits as they come, as they are sampled from, and sorted."""
 
 
+TOKENS_PER_STEP = 2048
+"""Tokens that an engine computes in one step at most, unless it has more sequences: vLLM's default."""
+BLOCK_TOKENS = 16
+"""Tokens of a block of KV."""
+
+
+def count_engine_parts(
+    sizes: Sizes, *, element_bytes: int, max_sequences: int, tokens_per_step: int, tensor_parallel: int = 1
+) -> dict[str, float]:
+    """Returns the bytes that an engine needs on each of its GPUs besides KV, by part.
+
+    Between the matrices every rank of tensor parallelism has whole vectors.
+    """
+    between = 6 * sizes.hidden
+    activations = between + (sizes.layer_activations - between) / tensor_parallel
+    return {
+        "weights": element_bytes * count_engine_weights(sizes, tensor_parallel),
+        "activations": element_bytes * tokens_per_step * activations,
+        "logits": float(COPIES_OF_LOGITS * FLOAT32_BYTES * max_sequences * sizes.vocabulary),
+        "overhead": float(OVERHEAD_BYTES),
+    }
+
+
+def count_engine_weights(sizes: Sizes, tensor_parallel: int = 1) -> float:
+    """Returns the elements of a model that each GPU of an engine holds. Ranks beyond the heads of keys and
+    values hold copies of these; norms, routers and projections to latent vectors are whole on each."""
+    heads = min(tensor_parallel, sizes.num_key_value_heads)
+    layers = sum(
+        (layer.divided - layer.key_value + layer.experts) / tensor_parallel
+        + layer.key_value / heads
+        + layer.whole
+        + layer.buffers
+        for layer in sizes.layers
+    )
+    ends = (sizes.embedding_parameters - sizes.hidden) / tensor_parallel
+    return layers + ends + sizes.hidden
+
+
+def count_kv_token_bytes(sizes: Sizes, element_bytes: int, tensor_parallel: int = 1) -> int:
+    """Returns the bytes of KV that one token takes on each GPU of an engine, all layers counted whole
+    (a window keeps less)."""
+    heads = max(1, sizes.num_key_value_heads // tensor_parallel)
+    return element_bytes * sizes.head_kv * heads * sizes.num_layers
+
+
+def count_kv_tokens(kv_bytes: float, token_bytes: int) -> int:
+    """Returns the tokens of the whole blocks that fit."""
+    return int(kv_bytes // (token_bytes * BLOCK_TOKENS)) * BLOCK_TOKENS
+
+
 def compute_kv_cache_bytes(
-    sizes: Sizes, *, budget: float, element_bytes: int, max_sequences: int, tokens_per_step: int
+    sizes: Sizes,
+    *,
+    budget: float,
+    element_bytes: int,
+    max_sequences: int,
+    tokens_per_step: int,
+    tensor_parallel: int = 1,
 ) -> int:
     """Returns the bytes that remain of `budget` bytes after the weights, one layer's activations, the
     sampler's logits and the overhead. Raises ValueError if nothing remains."""
-    parts = {
-        "weights": element_bytes * sizes.parameters,
-        "activations": element_bytes * tokens_per_step * sizes.layer_activations,
-        "logits": COPIES_OF_LOGITS * FLOAT32_BYTES * max_sequences * sizes.vocabulary,
-        "overhead": OVERHEAD_BYTES,
-    }
+    parts = count_engine_parts(
+        sizes,
+        element_bytes=element_bytes,
+        max_sequences=max_sequences,
+        tokens_per_step=tokens_per_step,
+        tensor_parallel=tensor_parallel,
+    )
     left = budget - sum(parts.values())
     if left <= 0:
         words = " + ".join(f"{name} {part / 2**30:.1f}" for name, part in parts.items())

@@ -311,10 +311,10 @@ def _compute_kv_cache_bytes(config: Any) -> int:
     device_bytes = torch.cuda.get_device_properties(0).total_memory
     try:
         sizes = count_sizes(config.model_config.hf_text_config.to_dict())
-    except KeyError as error:
+    except ValueError as error:
         raise ValueError(
             "generators.kv_cache_mb must be set for an engine that shares its GPU, for a model of this kind "
-            f"(no {error} in its configuration, so that its memory cannot be counted), got null"
+            f"(its memory cannot be counted: {error}), got null"
         ) from None
     return compute_kv_cache_bytes(
         sizes,

@@ -13,39 +13,50 @@ that it has needed.
     activations    kept for the backward pass, of one microbatch, or of one branch of
                    `generators.max_model_len` where that is longer: for each token and layer about
                    6 H + 6 Q + 5 K + 5 F elements (H hidden, Q and K the widths of queries and of keys, F the
-                   width of the MLP: counted on transformers' Llama and Qwen3); with activation checkpointing
-                   H, and the whole of one layer
+                   width of the MLP: counted on transformers' Llama and Qwen3), and for each expert of a token
+                   5 F + 3 H; with activation checkpointing H, and the whole of one layer
     head           three times the logits of a chunk, float32 (four times where the model caps them), and the
                    head's own gradient, float32
     published      with CUDA IPC, the version that engines copy from the first rank's GPU
 
-On a GPU with `cpu_offload` weights, optimizer and sharded gradients are in the host's memory. The copy of a
-checkpoint (weights and optimizer) and a published snapshot are in the host's memory too, and are not counted.
-This file does not need torch.
+Megatron's parts are in `learners/megatron/memory.py`. In the host's memory, beside a GPU:
+
+    offloaded      with `cpu_offload` weights, optimizer and sharded gradients
+    checkpoint     the copy of weights and optimizer that a thread writes, and under FSDP the file's bytes,
+                   which torch makes in two more copies before it writes them
+    staging        this rank's part of a version on its way to shared memory
+
+What the rank's host keeps of versions in shared memory is counted in `sync/kept_versions.py`. This file does
+not need torch.
 """
 
-import json
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
 
-from configs.learner import LearnerKind
-from configs.model import Dtype
-from configs.parallel import Accumulate
+from configs.learner import LearnerConfig, LearnerKind
+from configs.parallel import Accumulate, LoraPublish
 from configs.placement import CriticPlace
 from configs.schema import Config
-from configs.sizes import Sizes, count_sizes
+from configs.sizes import Sizes, read_sizes
 from configs.transports import TransportUse
+from learners.megatron.memory import MegatronRank, count_rank_parts, count_state_elements
 
 GIB = 2**30
 CHUNK_ELEMENTS = 2**27
 """Logits that exist at the same time (512 MiB in float32): `learners.heads`."""
 CPU_ELEMENTS = 2**23
 """The same on a CPU: so few that they stay in its cache."""
+STATE_BYTES = 12
+"""Bytes of a checkpoint for each trained parameter: the float32 master and AdamW's two moments."""
+FSDP_CHECKPOINT_COPIES, MEGATRON_CHECKPOINT_COPIES = 3, 1
+"""Copies of a rank's part of a checkpoint while it is written. torch's writer makes a file's bytes of the
+copied state, and safetensors makes the tensors' bytes before; Megatron's files are written from the
+tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,87 +64,181 @@ class MemoryPlan:
     """Memory of the rank that needs most, in bytes by part."""
 
     parts: dict[str, float]
+    """On its GPU, or in the host's memory where it has none."""
     ranks: int
+    host_parts: dict[str, float] = field(default_factory=dict)
+    """In the host's memory, beside these."""
 
     @property
     def total_bytes(self) -> float:
         return sum(self.parts.values())
 
+    @property
+    def host_bytes(self) -> float:
+        return sum(self.host_parts.values())
+
     def __str__(self) -> str:
-        parts = " + ".join(f"{name} {format_bytes(part)}" for name, part in self.parts.items() if part)
-        total = format_bytes(self.total_bytes)
-        return f"memory of a learner rank ({self.ranks} in all), about: {parts} = {total}"
+        own = f"memory of a learner rank ({self.ranks} in all), about: {describe_parts(self.parts)}"
+        beside = describe_parts(self.host_parts)
+        return f"{own}; in the host's memory: {beside}" if self.host_bytes else own
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCounts:
+    """The models of a rank, in elements."""
+
+    trained: int
+    """Parameters of all that are trained."""
+    largest: int
+    """Parameters of the largest of these."""
+    frozen: int
+    """Parameters that are not trained."""
+    num_trained: int = 1
+    num_frozen: int = 0
+    has_policy: bool = True
+    """False on the ranks of a critic of its own."""
 
 
 def plan_memory(config: Config, *, cuda: bool) -> MemoryPlan | None:
     """Returns None where the model's files do not tell (another kind of model, the simulated learner)."""
-    learner = config.learner
     path = Path(config.model.path)
-    if learner.engine is LearnerKind.simulated or not (path / "config.json").exists():
+    if config.learner.engine is LearnerKind.simulated or not (path / "config.json").exists():
         return None
     try:
-        sizes = count_sizes(json.loads((path / "config.json").read_text()))
-    except KeyError:
+        sizes = read_sizes(path)
+    except ValueError:
         return None
-    trained, largest, frozen = _count_parameters(config, sizes)
-    shards = learner.ranks // learner.fsdp.replicas
-    compute_bytes = 2 if cuda and config.model.dtype is Dtype.bfloat16 else 4
-    published_bytes = 2 if config.model.dtype is Dtype.bfloat16 else 4
+    return plan_policy_rank(config, sizes, cuda=cuda)
+
+
+def plan_policy_rank(config: Config, sizes: Sizes, *, cuda: bool) -> MemoryPlan:
+    """Plans a rank that holds the policy, and the models beside it."""
+    return _plan_rank(config, config.learner, sizes, _count_models(config, sizes), cuda)
+
+
+def plan_critic_rank(config: Config, sizes: Sizes, *, cuda: bool) -> MemoryPlan:
+    """Plans a rank of a critic of its own (`placement.critic=own`)."""
+    learner = replace(config.learner, ranks=config.placement.critic_ranks)
+    size = sizes.parameters
+    return _plan_rank(config, learner, sizes, ModelCounts(size, size, 0, has_policy=False), cuda)
+
+
+def count_trained_parameters(config: Config, sizes: Sizes) -> int:
+    """Counts the parameters whose state a checkpoint holds."""
+    own = sizes.parameters if config.num_learner_ranks > config.learner.ranks else 0
+    return _count_models(config, sizes).trained + own
+
+
+def count_published_bytes(config: Config, sizes: Sizes) -> int:
+    """Counts the bytes of one published version, as the learner writes it."""
+    lora = config.learner.lora
+    if lora.rank is not None and lora.publish is LoraPublish.adapter:
+        return 4 * min(sizes.parameters, lora.rank * sizes.lora_parameters_per_rank)
+    return config.model.dtype.num_bytes * sizes.published
+
+
+def _plan_rank(
+    config: Config, learner: LearnerConfig, sizes: Sizes, counts: ModelCounts, cuda: bool
+) -> MemoryPlan:
+    compute_bytes = config.model.dtype.num_bytes if cuda else 4
+    # A branch of an episode is never divided, so one of the longest may be more than a microbatch.
+    tokens = max(learner.tokens_per_microbatch, config.generators.max_model_len)
+    if learner.engine is LearnerKind.megatron:
+        rank = MegatronRank(
+            ranks=learner.ranks,
+            num_trained=counts.num_trained,
+            num_frozen=counts.num_frozen,
+            tokens=tokens,
+            element_bytes=compute_bytes,
+            chunk_elements=CHUNK_ELEMENTS,
+            checkpoints_activations=learner.activation_checkpointing,
+        )
+        parts = count_rank_parts(sizes, learner.megatron, rank)
+        state = count_state_elements(sizes, learner.megatron, learner.ranks) * counts.num_trained
+        copies, offloaded = MEGATRON_CHECKPOINT_COPIES, 0.0
+    else:
+        parts = _count_fsdp_parts(learner, sizes, counts, tokens, compute_bytes, cuda)
+        state = counts.trained / _count_shards(learner)
+        copies, offloaded = FSDP_CHECKPOINT_COPIES, _count_offloaded(learner, counts, cuda)
+    publishes = counts.has_policy
+    if publishes and cuda and _keeps_device_copy(config):
+        parts["published"] = float(config.model.dtype.num_bytes * sizes.parameters)
+    return MemoryPlan(
+        parts=parts,
+        ranks=config.num_learner_ranks,
+        host_parts={
+            "offloaded": offloaded,
+            "checkpoint": float(STATE_BYTES * copies * state),
+            "staging": publishes * count_published_bytes(config, sizes) / learner.ranks,
+        },
+    )
+
+
+def _count_fsdp_parts(
+    learner: LearnerConfig, sizes: Sizes, counts: ModelCounts, tokens: int, compute_bytes: int, cuda: bool
+) -> dict[str, float]:
+    """Returns bytes by part under FSDP."""
+    shards = _count_shards(learner)
     on_device = 0 if learner.fsdp.cpu_offload and cuda else 1
-    gradients = on_device * 4.0 * largest / shards
+    gradients = on_device * 4.0 * counts.largest / shards
     if learner.fsdp.accumulate is Accumulate.whole:  # on the GPU, whatever is offloaded
-        gradients = 4.0 * largest
+        gradients = 4.0 * counts.largest
     # Adapters are a small part of each layer, so nothing as large as the embedding is reduced at once.
-    is_whole = largest == sizes.parameters
+    is_whole = counts.largest == sizes.parameters
     reduced = (
-        max(sizes.embedding_parameters, sizes.layer_parameters) if is_whole else largest / sizes.num_layers
+        max(sizes.embedding_parameters, sizes.layer_parameters)
+        if is_whole
+        else counts.largest / sizes.num_layers
     )
     buffers = max(sizes.embedding_parameters, 2 * sizes.layer_parameters) if shards > 1 else 0
-    is_sharded = learner.engine is LearnerKind.fsdp
-    tokens, kept = _count_activations(config, sizes)
-    chunk = min(tokens * sizes.vocabulary, CHUNK_ELEMENTS if cuda else CPU_ELEMENTS)
-    return MemoryPlan(
-        parts={
-            "weights": on_device * 4.0 * (trained + frozen) / shards,
-            "gradients": gradients,
-            "optimizer": on_device * 8.0 * trained / shards,
-            "gathered": is_sharded
-            * float(compute_bytes * (sizes.embedding_parameters + sizes.layer_parameters + buffers)),
-            "reduced": is_sharded * (compute_bytes + 4.0) * reduced,
-            "activations": float(compute_bytes * kept * tokens),
-            "head": 4.0 * ((3 + sizes.caps_logits) * chunk + is_whole * sizes.vocabulary * sizes.hidden),
-            "published": float(published_bytes * sizes.parameters)
-            if cuda and _keeps_device_copy(config)
-            else 0.0,
-        },
-        ranks=config.num_learner_ranks,
-    )
+    own_tokens = tokens / learner.fsdp.sequence_parallel
+    kept = sizes.activations
+    if learner.activation_checkpointing:
+        kept = sizes.hidden * sizes.num_layers + sizes.layer_activations
+    chunk = min(own_tokens * sizes.vocabulary, CHUNK_ELEMENTS if cuda else CPU_ELEMENTS)
+    head = 4.0 * ((3 + sizes.caps_logits) * chunk + is_whole * sizes.matrix_parameters)
+    return {
+        "weights": on_device * 4.0 * (counts.trained + counts.frozen) / shards,
+        "gradients": gradients,
+        "optimizer": on_device * 8.0 * counts.trained / shards,
+        "gathered": float(compute_bytes * (sizes.embedding_parameters + sizes.layer_parameters + buffers)),
+        "reduced": (compute_bytes + 4.0) * reduced,
+        "activations": float(compute_bytes * kept * own_tokens),
+        "head": head if counts.has_policy else 0.0,
+        "published": 0.0,
+    }
 
 
-def _count_parameters(config: Config, sizes: Sizes) -> tuple[int, int, int]:
-    """Returns (parameters of all trained models, of the largest trained one, frozen parameters) of a rank's
-    models."""
-    algo, lora = config.algo, config.learner.lora
-    policy, frozen = sizes.parameters, 0
+def _count_offloaded(learner: LearnerConfig, counts: ModelCounts, cuda: bool) -> float:
+    """Returns the bytes of a rank that `cpu_offload` keeps in the host's memory."""
+    if not (learner.fsdp.cpu_offload and cuda):
+        return 0.0
+    gradients = 0 if learner.fsdp.accumulate is Accumulate.whole else counts.largest
+    state = 4.0 * (counts.trained + counts.frozen) + 8.0 * counts.trained + 4.0 * gradients
+    return state / _count_shards(learner)
+
+
+def _count_shards(learner: LearnerConfig) -> int:
+    return max(1, learner.ranks // learner.fsdp.replicas)
+
+
+def _count_models(config: Config, sizes: Sizes) -> ModelCounts:
+    """Counts the models of a rank that holds the policy."""
+    algo, lora, size = config.algo, config.learner.lora, sizes.parameters
+    policy, num_frozen = size, 0
     if lora.rank is not None:
-        policy, frozen = min(sizes.parameters, lora.rank * sizes.lora_parameters_per_rank), sizes.parameters
+        policy, num_frozen = min(size, lora.rank * sizes.lora_parameters_per_rank), 1
     elif algo.needs_reference:
-        frozen = sizes.parameters
+        num_frozen = 1
     has_critic = algo.needs_critic and config.placement.critic is CriticPlace.with_actor
     others = has_critic + algo.needs_reward_model
-    return policy + others * sizes.parameters, sizes.parameters if others else policy, frozen
-
-
-def _count_activations(config: Config, sizes: Sizes) -> tuple[float, float]:
-    """Returns (tokens of a microbatch on one rank, elements kept for the backward pass for each token)."""
-    learner = config.learner
-    ranks_per_share = learner.num_shares and learner.ranks // learner.num_shares
-    # A branch of an episode is never divided, so one of the longest may be more than a microbatch.
-    longest = max(learner.tokens_per_microbatch, config.generators.max_model_len)
-    tokens = longest / max(1, ranks_per_share)
-    if learner.activation_checkpointing:
-        return tokens, sizes.hidden * sizes.num_layers + sizes.layer_activations
-    return tokens, sizes.layer_activations * sizes.num_layers
+    return ModelCounts(
+        trained=policy + others * size,
+        largest=size if others else policy,
+        frozen=num_frozen * size,
+        num_trained=1 + others,
+        num_frozen=num_frozen,
+    )
 
 
 def _keeps_device_copy(config: Config) -> bool:
@@ -190,6 +295,12 @@ class MemoryMeter:
 
             return float(torch.cuda.max_memory_allocated())
         return max(0.0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0 - self._before)
+
+
+def describe_parts(parts: dict[str, float]) -> str:
+    """Returns a sum for people: `weights 1.0 GiB + head 3.0 GiB = 4.0 GiB`."""
+    words = " + ".join(f"{name} {format_bytes(part)}" for name, part in parts.items() if part)
+    return f"{words} = {format_bytes(sum(parts.values()))}"
 
 
 def format_bytes(num_bytes: float) -> str:

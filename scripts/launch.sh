@@ -8,6 +8,10 @@
 #   scripts/launch.sh run.resume=outputs/NAME              goes on from the newest checkpoint
 #   scripts/launch.sh role=generators buffer.address=tcp://127.0.0.1:PORT    more generators join a run
 #   scripts/launch.sh --help [KEY|SECTION]                 every key in a line, or all about one
+#   scripts/launch.sh --plan model.path=FOLDER --gpus 8 --gpu-memory 80      the memory of a run, on paper
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
-run_program train "$@"
+case " $* " in
+  *" --plan "*) run_program plan "$@" ;;
+  *) run_program train "$@" ;;
+esac

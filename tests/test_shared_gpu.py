@@ -5,22 +5,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from public_models import PUBLIC_MODELS
 from runs import SIMULATED, StartedRun, assert_accounts_close
 
 from configs.sizes import count_sizes
 from generators.shared_gpu import OVERHEAD_BYTES, compute_kv_cache_bytes
 from slipstream.cluster import start_node
 from slipstream.own_generators import OwnGenerators
-
-QWEN3_8B: dict[str, Any] = dict(
-    hidden_size=4096,
-    num_hidden_layers=36,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    intermediate_size=12288,
-    vocab_size=151936,
-)
 
 
 @pytest.mark.timeout(300)
@@ -64,7 +55,7 @@ def test_what_shares_the_learners_gpu_waits_until_it_has_loaded(
 
 
 def test_kv_is_what_weights_activations_logits_and_overhead_leave() -> None:
-    sizes = count_sizes(QWEN3_8B)
+    sizes = count_sizes(PUBLIC_MODELS["Qwen3-8B"])
     assert sizes.parameters == pytest.approx(8.19e9, rel=0.01)
     tokens, sequences = 8192, 256
     rest = (

@@ -18,6 +18,7 @@ starts generators that join another command's run (`generator_fleet.py`).
     scripts/launch.sh [key=value ...]
     scripts/launch.sh --help [KEY|SECTION]        explains keys
     scripts/launch.sh --cfg [key=value ...]       prints the composed configuration
+    scripts/launch.sh --plan [key=value ...]      says what memory a run needs (`plan.py`)
 """
 
 import dataclasses
