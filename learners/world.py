@@ -94,6 +94,11 @@ class World:
         whole = self.add_tensor(text).numpy().tobytes()
         return [whole[start:end] for start, end in zip(ends, ends[1:], strict=False)]
 
+    def broadcast_tensor(self, tensor: Tensor) -> None:
+        """Overwrites the tensor [any shape, CPU] by the first rank's."""
+        if self._group is not None:
+            self._group.broadcast([tensor]).wait()
+
     def broadcast_message(
         self,
         topic: str,
@@ -144,17 +149,15 @@ def _wait_for_key(store: dist.Store, key: str, wait_s: float) -> bool:
     return True
 
 
-_num_meetings = itertools.count()
+_num_pools = itertools.count()
 
 
-def wait_for_first_rank() -> None:
-    """Returns on each rank of torch's default group once the first rank has called this too, however long
-    that takes.
+def join_pool() -> World:
+    """Returns the ranks of torch's default group in a world of its own, whose collectives wait as long as
+    files are read.
 
-    A collective has a time-out, which the load of a large model outlasts.
+    Collective.
     """
-    store, key = dist.distributed_c10d._get_default_store(), f"first rank {next(_num_meetings)}"
-    if dist.get_rank() == 0:
-        store.set(key, b"there")
-    while not _wait_for_key(store, key, LOOK_S):
-        pass
+    store = dist.distributed_c10d._get_default_store()
+    own = dist.PrefixStore(f"pool {next(_num_pools)}", store)
+    return World(dist.get_rank(), dist.get_world_size(), own, LONG_TIMEOUT)
