@@ -65,7 +65,7 @@ class ModelFiles:
         self._open = {file: _open_file(folder / file) for file in files}
         self.entries: dict[str, TensorEntry] = {}
         for file, opened in self._open.items():
-            for name in opened.keys():
+            for name in list(opened.keys()):
                 part = opened.get_slice(name)
                 if (dtype := part.get_dtype()) not in DTYPES:
                     raise ValueError(

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -67,7 +68,8 @@ class Conversion:
         )
 
     def convert(self, model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the model's tensors, by name, from those of the files. Of a stack these may be some rows."""
+        """Returns the model's tensors, by name, from those of the files; of a stack, the rows that
+        `tensors` are for."""
         if self.converter is None:
             return {self.target: tensors[self.names[0]]}
         converter = deepcopy(self.converter)
@@ -110,8 +112,8 @@ class ModelLoading:
     """The way of a model from its files into shards."""
 
     def __init__(self, model: Any, source: ModelSource, *, is_critic: bool) -> None:
-        """`model` is on `meta`, and unchanged. The source's files may lack the head of a critic, which is drawn
-        from torch's random state, as `from_pretrained` draws it.
+        """`model` is on `meta`, and unchanged. The files may lack the head of a critic, which is drawn from
+        torch's random state, as `from_pretrained` draws it.
 
         Raises ValueError, which names tensor and file, where files and model differ.
         """
@@ -132,7 +134,8 @@ class ModelLoading:
         ignored = [*COMPUTED, *(model._keys_to_ignore_on_load_unexpected or ())]
         # Heads of other models are nothing to a critic, which may lack its own.
         base, kind = f"{model.base_model_prefix}.", type(model).__name__
-        found, kept = set(), []
+        found: set[str] = set()
+        kept = []
         for conversion in self._conversions:
             made, place = self._convert_shapes(model, conversion), self._describe_place(conversion)
             if all(name not in wanted for name in made):
@@ -171,8 +174,8 @@ class ModelLoading:
             made = conversion.convert(model, shapes)
         except Exception as error:  # of an operation of transformers on tensors that it does not expect
             raise ValueError(
-                f"transformers must be able to make {conversion.target} of {self._describe_place(conversion)}, "
-                f"got: {error}"
+                f"{conversion.target} of model.path must be what transformers makes of "
+                f"{self._describe_place(conversion)}, got: {error}"
             ) from error
         return {name: tuple(tensor.shape) for name, tensor in made.items()}
 
@@ -205,16 +208,15 @@ class ModelLoading:
         for step in self._list_steps(model, own):
             rows = [self._source.read_rows(*read) for read in step.reads]
             if self._source.failure is None:
-                try:
+                with self._source.note_failure():
                     step.place(rows)
-                except Exception as error:
-                    self._source.failure = error
             elif not self._source.is_sent:
                 break
         self._source.raise_failures()
 
     def _list_steps(self, model: Any, own: dict[str, _OwnRows]) -> Iterator[_Step]:
-        """Yields the steps of this rank; of all ranks, in the same order, where the first one reads for all."""
+        """Yields the steps of this rank; the steps of all ranks, in one order, where the first one reads for
+        all."""
         for conversion in self._conversions:
             mine = own[self._tied.get(conversion.target, conversion.target)]
             if conversion.is_stacked:
@@ -245,10 +247,11 @@ class ModelLoading:
         start, end = (0, entry.num_rows) if self._source.is_sent else (mine.start, mine.end)
         size = max(1, BUCKET_BYTES // max(1, entry.row_bytes))
         for first in range(start, end, size):
-            yield _Step(
-                [(name, first, min(first + size, end))],
-                lambda read, first=first: mine.place(first, _as_rows(read[0])),
-            )
+            yield _Step([(name, first, min(first + size, end))], partial(self._place_rows, mine, first))
+
+    @staticmethod
+    def _place_rows(mine: _OwnRows, first: int, read: list[Tensor]) -> None:
+        mine.place(first, _as_rows(read[0]))
 
 
 def _translate_names(model: Any, mapping: list[Any], entries: dict[str, TensorEntry]) -> list[Conversion]:

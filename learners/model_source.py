@@ -6,6 +6,8 @@ first rank reads for all: it sends every tensor to everybody, some rows at a tim
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -107,16 +109,22 @@ class ModelSource:
         entry = self.entries[name]
         rows: Tensor | None = None
         if not self.is_sent or self._world.rank == 0:
-            try:
+            with self.note_failure():
                 rows = self.files.read_slice(name, *([slice(start, end)] if entry.shape else []))
                 rows = rows.contiguous() if self.is_sent else rows
-            except Exception as error:
-                self.failure = self.failure or error
         if rows is None:
             rows = entry.make_rows(end - start)
         if self.is_sent and rows.numel():
             self._world.broadcast_tensor(rows.view(-1).view(torch.uint8))
         return rows
+
+    @contextmanager
+    def note_failure(self) -> Iterator[None]:
+        """Ends the context at an error, which `raise_failures` then raises."""
+        try:
+            yield
+        except Exception as error:
+            self.failure = self.failure or error
 
     def raise_failures(self) -> None:
         """Raises on all ranks where one of them has failed: its own error there, elsewhere one of the same

@@ -38,10 +38,12 @@ from learners.megatron.checkpoint import (
     write_rank_file,
 )
 from learners.megatron.model import MegatronModel, ParallelSizes, find_problems, make_transformer_config
-from learners.megatron.names import ModelFiles, Parameter, ParameterNames, ShardLayout
+from learners.megatron.names import Parameter, ParameterNames, ShardLayout
 from learners.megatron.routers import watch_routers
+from learners.model_source import ModelSource
 from learners.packing import Packed
 from learners.routing import LoadBalance, check_replay
+from learners.world import join_pool
 from sync.stream import BUCKET_BYTES, TensorPart, stream_tensor
 
 _groups: tuple[ParallelSizes, Any] | None = None
@@ -118,8 +120,9 @@ class MegatronEngine:
             raise ValueError("\n".join(found))
         self._publish_dtype, self._bucket_bytes = getattr(torch, dtype), bucket_bytes
         self._weight_decay, self._max_grad_norm = weight_decay, max_grad_norm
+        self._source = ModelSource(Path(path), join_pool(), everywhere=True)
         self._names = ParameterNames(
-            config, ModelFiles(Path(path)), pipeline_parallel, critic=kind is ModelKind.critic
+            config, self._source.files, pipeline_parallel, critic=kind is ModelKind.critic
         )
         self._experts = getattr(config, "num_experts", 0) // expert_parallel
         self._balance = LoadBalance(config, aux_loss_coefficient)
@@ -164,11 +167,12 @@ class MegatronEngine:
             f"parameters of the file that the model lacks: {sorted(due - self._local.keys())}"
         )
         for name, local in self._local.items():
-            if (read := self._names.read_shard(*self._find_shard(name))) is not None:
-                assert read.shape == local.shape, (
-                    f"{name} is {tuple(read.shape)} in the file, {tuple(local.shape)} here"
-                )
-                local.data.copy_(read)
+            parameter, index, count = self._find_shard(name)
+            with self._source.note_failure():
+                self._names.check_shape(parameter, count, local.shape)
+                if (read := self._names.read_shard(parameter, index, count)) is not None:
+                    local.data.copy_(read)
+        self._source.raise_failures()
 
     def _make_optimizer(self, betas: tuple[float, float]) -> None:
         self._ddp = DistributedDataParallel(
