@@ -6,7 +6,7 @@ shares × ranks of a sequence (Ulysses).
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,11 +61,13 @@ class FsdpEngine:
         lora: LoraConfig | None = None,
         aux_loss_coefficient: float = 0.0,
         router_replay: bool = False,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         """`bucket_bytes`: size of the weights that are gathered at a time for publication.
         `entropy_gradient`: a loss may have a gradient through the entropy, which costs memory for another
         [chunk, vocabulary]. `aux_loss_coefficient` is for a mixture's load balancing, and with
-        `router_replay` tokens go to the experts that a batch records (`learners.routing`).
+        `router_replay` tokens go to the experts that a batch records (`learners.routing`). `on_progress` is
+        called whenever some of the model has been read.
 
         Raises ValueError for a setting that this model or machine cannot have.
         """
@@ -81,7 +83,8 @@ class FsdpEngine:
             if getattr(layout, field) and not cuda:
                 raise ValueError(f"learner.fsdp.{field} must be false without a GPU, got true")
         self._make_meshes(layout)
-        model, loading = self._build_model(path, kind, layout)
+        source = ModelSource(Path(path), join_pool(), on_progress)
+        model, loading = self._build_model(path, source, kind, layout)
         layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
         # Dropout would make every log-probability a random number.
         model.eval()
@@ -106,7 +109,8 @@ class FsdpEngine:
         watch_routers(model, self._balance, self._forward_pass)
         compute_dtype = torch.bfloat16 if cuda and dtype is Dtype.bfloat16 else None
         self._shard_model(model, loading, layers, compute_dtype, layout.cpu_offload)
-        # A thread writes checkpoints, and its collectives must not mix with training's.
+        # A thread writes checkpoints, and its collectives must not mix with training's. They wait as long as
+        # files are written, or read.
         self._writers = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT)
         self._model = model
         self._named = dict(model.named_parameters())
@@ -154,7 +158,9 @@ class FsdpEngine:
         if ranks > 1:
             self._sequence_group = init_device_mesh(self._device.type, (world // ranks, ranks)).get_group(1)
 
-    def _build_model(self, path: str | Path, kind: ModelKind, layout: FsdpConfig) -> tuple[Any, ModelLoading]:
+    def _build_model(
+        self, path: str | Path, source: ModelSource, kind: ModelKind, layout: FsdpConfig
+    ) -> tuple[Any, ModelLoading]:
         """Returns the model without memory (`meta`), and its way into shards. Raises ValueError where its
         files do not fit it."""
         auto, sizes = (
@@ -174,7 +180,6 @@ class FsdpEngine:
             "dtype": torch.float32,
             "attn_implementation": "ulysses" if ranks > 1 else str(self._attention),
         }
-        source = ModelSource(Path(path), join_pool())
         with torch.random.fork_rng():
             # A critic's head and adapters are drawn at random: the same ones on any number of ranks.
             torch.manual_seed(0)
@@ -368,7 +373,8 @@ class FsdpEngine:
     def load_state(self, folder: Path) -> None:
         """Raises FileNotFoundError, or what torch raises, when the folder is not a checkpoint of this
         model."""
-        dcp.load(self._collect_state(), storage_reader=HuggingFaceStorageReader(str(folder)))
+        reader = HuggingFaceStorageReader(str(folder))
+        dcp.load(self._collect_state(), storage_reader=reader, process_group=self._writers)
         state = folder / "random" / f"rank_{dist.get_rank()}.safetensors"
         # With more ranks than wrote the checkpoint, a rank without a file keeps its own random state.
         if state.exists():

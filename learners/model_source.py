@@ -6,7 +6,7 @@ first rank reads for all: it sends every tensor to everybody, some rows at a tim
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,16 +45,24 @@ class LoadReport(msgspec.Struct, frozen=True):
 class ModelSource:
     """The tensors of one folder. Every method that says so is collective."""
 
-    def __init__(self, folder: Path, world: World, *, everywhere: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        world: World,
+        on_progress: Callable[[], None] = lambda: None,
+        *,
+        everywhere: bool = False,
+    ) -> None:
         """Opens the files. Collective.
 
         `world`: the engine's ranks, in a world whose collectives wait as long as files are read.
-        `everywhere`: every host must have the files, the same ones.
+        `on_progress` is called now and then while the rank reads, or waits for others that do. `everywhere`:
+        every host must have the files, the same ones.
 
         Raises ValueError, on all ranks, where the first rank has no files that can be read, or with
         `everywhere` another one has not.
         """
-        self._world, self._files = world, None
+        self._world, self._files, self.on_progress = world, None, on_progress
         self.failure: Exception | None = None
         """First error of this rank's part of the loading."""
         problem = fingerprint = ""
@@ -106,6 +114,7 @@ class ModelSource:
         An error of the files becomes `failure`, and the rows are then empty memory: a rank must not leave the
         others waiting.
         """
+        self.on_progress()
         entry = self.entries[name]
         rows: Tensor | None = None
         if not self.is_sent or self._world.rank == 0:
@@ -135,7 +144,7 @@ class ModelSource:
             "" if failure is None else f"{type(failure).__name__}: {failure}",
             isinstance(failure, ValueError),
         )
-        told = self._world.gather_messages(msgspec.json.encode(own))
+        told = self._world.gather_messages(msgspec.json.encode(own), self.on_progress)
         if failure is not None:
             raise failure
         for rank, one in enumerate(told):

@@ -55,7 +55,8 @@ def start_learner(
     check_model_files(config, joined.pool, rank)
     check_shared_folder(folder / "checkpoints", joined.world, say)
     say("loading the model")
-    models, world = load_models(config, joined.pool), joined.world
+    models = load_models(config, joined.pool, lambda: say("loading the model"))
+    world = joined.world
     kl_coef = None
     if resume_step is not None:
         saved = folder / "checkpoints" / f"step_{resume_step}"

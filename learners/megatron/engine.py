@@ -6,7 +6,7 @@ keeps float32 copies divided over the data-parallel ranks; gradients are added u
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +107,12 @@ class MegatronEngine:
         expert_parallel: int = 1,
         aux_loss_coefficient: float = 0.0,
         router_replay: bool = False,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         """`bucket_bytes`: size of the weights that are published at a time. `entropy_gradient`: a loss may
         have a gradient through the entropy. `aux_loss_coefficient` is for a mixture's load balancing, and
-        with `router_replay` tokens go to the experts that a batch records (`learners.routing`).
+        with `router_replay` tokens go to the experts that a batch records (`learners.routing`). `on_progress`
+        is called whenever some of the model has been read.
 
         Raises ValueError for a model that Megatron does not know, or that these sizes do not divide.
         """
@@ -120,7 +122,7 @@ class MegatronEngine:
             raise ValueError("\n".join(found))
         self._publish_dtype, self._bucket_bytes = getattr(torch, dtype), bucket_bytes
         self._weight_decay, self._max_grad_norm = weight_decay, max_grad_norm
-        self._source = ModelSource(Path(path), join_pool(), everywhere=True)
+        self._source = ModelSource(Path(path), join_pool(), on_progress, everywhere=True)
         self._names = ParameterNames(
             config, self._source.files, pipeline_parallel, critic=kind is ModelKind.critic
         )
@@ -168,6 +170,7 @@ class MegatronEngine:
         )
         for name, local in self._local.items():
             parameter, index, count = self._find_shard(name)
+            self._source.on_progress()
             with self._source.note_failure():
                 self._names.check_shape(parameter, count, local.shape)
                 if (read := self._names.read_shard(parameter, index, count)) is not None:

@@ -180,8 +180,8 @@ class ParameterNames:
         entries = {name: self._files.entries[name] for name in parameter.sources}
         told = ", ".join(f"{name} {list(one.shape)} in {one.file}" for name, one in entries.items())
         raise ValueError(
-            f"one of {count} parts of {parameter.name} must have the shape {list(shape)} by the config.json of "
-            f"model.path, got {list(found)} from {told}"
+            f"one of {count} parts of {parameter.name} must have the shape {list(shape)} by the config.json "
+            f"of model.path, got {list(found)} from {told}"
         )
 
     def _lacks(self, parameter: Parameter) -> bool:
