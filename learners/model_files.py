@@ -24,7 +24,7 @@ DTYPES = {
 """Dtypes of tensors that a model may be loaded from, by their names in a file."""
 
 
-class TensorEntry(msgspec.Struct, frozen=True):
+class StoredTensor(msgspec.Struct, frozen=True):
     """A tensor of a file, without its elements."""
 
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class ModelFiles:
         else:
             raise ValueError(f"model.path must hold {WHOLE} or {INDEX}, got {folder}{_explain_bin(folder)}")
         self._open = {file: _open_file(folder / file) for file in files}
-        self.entries: dict[str, TensorEntry] = {}
+        self.entries: dict[str, StoredTensor] = {}
         for file, opened in self._open.items():
             for name in list(opened.keys()):
                 part = opened.get_slice(name)
@@ -72,7 +72,7 @@ class ModelFiles:
                         f"tensors of model.path must be of one of {', '.join(DTYPES)}, got {name} of {dtype} "
                         f"in {folder / file}"
                     )
-                self.entries[name] = TensorEntry(tuple(part.get_shape()), dtype, file)
+                self.entries[name] = StoredTensor(tuple(part.get_shape()), dtype, file)
         if absent := sorted(set(names or ()) - self.entries.keys()):
             raise ValueError(
                 f"the files of {folder / INDEX} must hold all its tensors, got none called {absent[0]}"

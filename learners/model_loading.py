@@ -31,7 +31,7 @@ from transformers.core_model_loading import (
 )
 
 from learners import lora as adapters
-from learners.model_files import TensorEntry
+from learners.model_files import StoredTensor
 from learners.model_source import BUCKET_BYTES, ModelSource
 
 COMPUTED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
@@ -254,7 +254,7 @@ class ModelLoading:
         mine.place(first, _as_rows(read[0]))
 
 
-def _translate_names(model: Any, mapping: list[Any], entries: dict[str, TensorEntry]) -> list[Conversion]:
+def _translate_names(model: Any, mapping: list[Any], entries: dict[str, StoredTensor]) -> list[Conversion]:
     """Returns the conversions of all tensors of the files, as `convert_and_load_state_dict_in_model` of
     transformers chooses them."""
     renamings = [one for one in mapping if isinstance(one, WeightRenaming)]

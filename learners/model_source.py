@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from learners.model_files import ModelFiles, TensorEntry
+from learners.model_files import ModelFiles, StoredTensor
 from learners.world import World
 
 log = logging.getLogger("slipstream.learner")
@@ -103,10 +103,10 @@ class ModelSource:
         assert self._files is not None, "this host lacks the files"
         return self._files
 
-    def _share_entries(self) -> dict[str, TensorEntry]:
+    def _share_entries(self) -> dict[str, StoredTensor]:
         own = msgspec.json.encode(self.files.entries) if self._world.rank == 0 else b""
         told = self._world.gather_messages(own)[0]
-        return msgspec.json.decode(told, type=dict[str, TensorEntry])
+        return msgspec.json.decode(told, type=dict[str, StoredTensor])
 
     def read_rows(self, name: str, start: int, end: int) -> Tensor:
         """Returns some rows of a tensor, which may only be read. Collective where `is_sent`.

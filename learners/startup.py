@@ -71,12 +71,16 @@ def start_learner(
         models.load_state(saved)
         kl_coef = manifest.kl_coef if config.algo.kl.target is not None else None
     incarnation = secrets.token_hex(4)
+    publisher = make_publisher(config, folder, incarnation) if rank == 0 and publish else None
+    # Ranks that load another model, or a first rank that digests the base of its adapters, take longer than a
+    # collective of training waits.
+    joined.writers.gather_messages(b"", lambda: say("loading: waiting for the other ranks"))
     return Learner(
         config,
         folder,
         source,
         Trainer(config, models, world, kl_coef),
-        make_publisher(config, folder, incarnation) if rank == 0 and publish else None,
+        publisher,
         world,
         joined.writers,
         meter,

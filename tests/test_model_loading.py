@@ -366,7 +366,8 @@ def test_a_rank_that_cannot_read_tells_the_others(
 
 
 def load_unlike(world: World, own: Path, other: Path) -> list[str]:
-    """What Megatron raises where the second host holds another model; and where one stage's file is wrong."""
+    """Returns what Megatron raises where the second host holds another model, and where one stage's file is
+    wrong."""
     options: dict[str, Any] = {"pipeline_parallel": 2}
     return [
         raised_by(lambda: MegatronEngine(own if world.rank == 0 else other, **options)),
