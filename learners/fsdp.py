@@ -6,9 +6,8 @@ shares × ranks of a sequence (Ulysses).
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -32,11 +31,13 @@ from learners.attention import choose_attention
 from learners.checkpoint import StateWriter
 from learners.engine import LossFn, ModelKind, Share
 from learners.heads import LogprobHead, ValueHead
+from learners.model_loading import ModelLoading
+from learners.model_source import ModelSource
 from learners.packing import Packed, pad_packed
-from learners.routing import ForwardPass, LoadBalance, check_replay, watch_routers
 from learners.published_experts import ExpertNames, find_expert_names
+from learners.routing import ForwardPass, LoadBalance, check_replay, watch_routers
 from learners.shards import find_own_rows, sharded_like
-from learners.world import LONG_TIMEOUT, wait_for_first_rank
+from learners.world import LONG_TIMEOUT, join_pool
 from sync.stream import BUCKET_BYTES, TensorPart, stream_rows, stream_tensor, whole_parts
 
 
@@ -61,11 +62,13 @@ class FsdpEngine:
         lora: LoraConfig | None = None,
         aux_loss_coefficient: float = 0.0,
         router_replay: bool = False,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         """`bucket_bytes`: size of the weights that are cast at a time for publication.
         `entropy_gradient`: a loss may have a gradient through the entropy, which costs memory for another
         [chunk, vocabulary]. `aux_loss_coefficient` is for a mixture's load balancing, and with
-        `router_replay` tokens go to the experts that a batch records (`learners.routing`).
+        `router_replay` tokens go to the experts that a batch records (`learners.routing`). `on_progress` is
+        called whenever some of the model has been read.
 
         Raises ValueError for a setting that this model or machine cannot have.
         """
@@ -81,7 +84,8 @@ class FsdpEngine:
             if getattr(layout, field) and not cuda:
                 raise ValueError(f"learner.fsdp.{field} must be false without a GPU, got true")
         self._make_meshes(layout)
-        model = self._build_model(path, kind, layout)
+        source = ModelSource(Path(path), join_pool(), on_progress)
+        model, loading = self._build_model(path, source, kind, layout)
         layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
         # Dropout would make every log-probability a random number.
         model.eval()
@@ -105,8 +109,9 @@ class FsdpEngine:
             check_replay(model.config)
         watch_routers(model, self._balance, self._forward_pass)
         compute_dtype = torch.bfloat16 if cuda and dtype is Dtype.bfloat16 else None
-        self._shard_model(model, layers, compute_dtype, layout.cpu_offload)
-        # A thread writes checkpoints, and its collectives must not mix with training's.
+        self._shard_model(model, loading, layers, compute_dtype, layout.cpu_offload)
+        # A thread writes checkpoints, and its collectives must not mix with training's. They wait as long as
+        # files are written, or read.
         self._writers = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT)
         self._model = model
         self._named = dict(model.named_parameters())
@@ -154,9 +159,11 @@ class FsdpEngine:
         if ranks > 1:
             self._sequence_group = init_device_mesh(self._device.type, (world // ranks, ranks)).get_group(1)
 
-    def _build_model(self, path: str | Path, kind: ModelKind, layout: FsdpConfig) -> Any:
-        """Returns the model, whole in the host's memory on rank 0, and without memory (`meta`) on other
-        ranks."""
+    def _build_model(
+        self, path: str | Path, source: ModelSource, kind: ModelKind, layout: FsdpConfig
+    ) -> tuple[Any, ModelLoading]:
+        """Returns the model without memory (`meta`), and its way into shards. Raises ValueError where its
+        files do not fit it."""
         auto, sizes = (
             (AutoModelForTokenClassification, {"num_labels": 1})
             if kind is ModelKind.critic
@@ -168,6 +175,8 @@ class FsdpEngine:
                 "learner.fsdp.sequence_parallel must divide the attention heads "
                 f"({config.num_attention_heads}), got {ranks}"
             )
+        if getattr(config, "quantization_config", None) is not None:
+            raise ValueError("model.path must hold weights that are not quantized, got a quantization_config")
         options = {
             "dtype": torch.float32,
             "attn_implementation": "ulysses" if ranks > 1 else str(self._attention),
@@ -175,30 +184,29 @@ class FsdpEngine:
         with torch.random.fork_rng():
             # A critic's head and adapters are drawn at random: the same ones on any number of ranks.
             torch.manual_seed(0)
-            if dist.get_rank() == 0:
-                model = auto.from_pretrained(path, config=config, **options)
-                wait_for_first_rank()
-            else:
-                with torch.device("meta"):
-                    model = auto.from_config(config, **options)
-                wait_for_first_rank()
+            with torch.device("meta"):
+                model = auto.from_config(config, **options)
+            loading = ModelLoading(model, source, is_critic=kind is ModelKind.critic)
             if self._lora is not None:
                 adapters.inject_adapters(model, self._lora)
+                loading.take_drawn(model)
         if layout.liger:
             from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
             _apply_liger_kernel_to_instance(
                 model=model, cross_entropy=False, fused_linear_cross_entropy=False
             )
-        return model
+        return model, loading
 
     def _shard_model(
-        self, model: Any, layers: list[nn.Module], compute: torch.dtype | None, offload: bool
+        self,
+        model: Any,
+        loading: ModelLoading,
+        layers: list[nn.Module],
+        compute: torch.dtype | None,
+        offload: bool,
     ) -> None:
-        """Gives each rank its part of the model, a parameter at a time: only the first rank ever holds the
-        model whole."""
-        tensors = dict(chain(model.named_parameters(), model.named_buffers()))
-        whole = {name: tensor.detach() for name, tensor in tensors.items()} if dist.get_rank() == 0 else {}
+        """Gives each rank its part of the model, which it reads by itself."""
         model.to(device="meta")
         # A move unties tied weights.
         model.tie_weights()
@@ -214,16 +222,7 @@ class FsdpEngine:
             )
         model.to_empty(device="cpu" if offload else self._device)
         model.tie_weights()
-        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-            shape = {"size": tensor.shape, "dtype": tensor.dtype, "device": self._device}
-            source = whole.pop(name).to(self._device) if dist.get_rank() == 0 else torch.empty(**shape)
-            if isinstance(tensor, DTensor):
-                tensor.to_local().detach().copy_(
-                    distribute_tensor(source, self._mesh, tensor.placements).to_local()
-                )
-            else:
-                dist.broadcast(source, 0)
-                tensor.copy_(source)
+        loading.fill_shards(model)
 
     # ---- training
 
@@ -385,7 +384,8 @@ class FsdpEngine:
     def load_state(self, folder: Path) -> None:
         """Raises FileNotFoundError, or what torch raises, when the folder is not a checkpoint of this
         model."""
-        dcp.load(self._collect_state(), storage_reader=HuggingFaceStorageReader(str(folder)))
+        reader = HuggingFaceStorageReader(str(folder))
+        dcp.load(self._collect_state(), storage_reader=reader, process_group=self._writers)
         state = folder / "random" / f"rank_{dist.get_rank()}.safetensors"
         # With more ranks than wrote the checkpoint, a rank without a file keeps its own random state.
         if state.exists():

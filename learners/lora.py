@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -47,8 +48,10 @@ class BaseModelEngine(AbsentEngine):
 
 
 def inject_adapters(model: Any, lora: LoraConfig) -> None:
-    """Puts adapters into the model and freezes all else. Raises ValueError where a target names no linear
-    layer.
+    """Puts adapters into the model, which has no memory (`meta`), and freezes all else. Raises ValueError
+    where a target names no linear layer.
+
+    Adapters are drawn in the host's memory.
 
     `all-linear` is every linear layer except the head, whose forward pass is the engine's own. Experts that a
     model holds as one tensor are no linear layers.
@@ -71,6 +74,10 @@ def inject_adapters(model: Any, lora: LoraConfig) -> None:
             )
         targets = [name for name in linear if any(_ends_with(name, target) for target in wanted)]
     assert lora.rank is not None, "without a rank there are no adapters"
+    for name in targets:
+        # peft moves adapters to where the matrix is: one element, seen everywhere, stands for it on the host.
+        layer = model.get_submodule(name)
+        layer.weight = nn.Parameter(torch.zeros(1).expand(layer.weight.shape))
     # Full names, because peft's own matching would also take a head or an expert whose name ends alike.
     inject_adapter_in_model(
         PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets), model, ADAPTER

@@ -4,6 +4,7 @@ it."""
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,13 @@ class Models:
         return {name: engine for name, engine in named.items() if engine is not None}
 
 
-def load_models(config: Config, pool: Pool = Pool.all) -> Models:
+def load_models(
+    config: Config, pool: Pool = Pool.all, on_progress: Callable[[], None] = lambda: None
+) -> Models:
     """Loads the models that the algorithm needs, in the pool's process group, which exists already.
 
-    Ranks of another pool get an `AbsentEngine` in the place of a model. Raises ValueError for a model or a
-    setting that this machine cannot have.
+    Ranks of another pool get an `AbsentEngine` in the place of a model. `on_progress` is called whenever some
+    of a model has been read. Raises ValueError for a model or a setting that this machine cannot have.
     """
     algo, learner = config.algo, config.learner
     if learner.engine is LearnerKind.simulated:
@@ -78,12 +81,13 @@ def load_models(config: Config, pool: Pool = Pool.all) -> Models:
     if torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(learner.gpu_memory_fraction or 1.0)
 
-    def make_where_held(home: Pool, make: Callable[[], Engine]) -> Engine:
-        return make() if pool in (home, Pool.all) else AbsentEngine()
+    def make_where_held(home: Pool, make_held: Callable[[], Engine]) -> Engine:
+        return make_held() if pool in (home, Pool.all) else AbsentEngine()
+
+    make = partial(make_engine, config, on_progress=on_progress)
 
     def make_policy() -> Engine:
-        return make_engine(
-            config,
+        return make(
             ModelKind.policy,
             lora=learner.lora,
             entropy_gradient=algo.entropy_coef > 0,
@@ -93,19 +97,15 @@ def load_models(config: Config, pool: Pool = Pool.all) -> Models:
 
     def make_reference() -> Engine:
         # With adapters the policy holds its reference already, as its frozen part.
-        return (
-            make_engine(config, ModelKind.frozen)
-            if learner.lora.rank is None
-            else adapters.BaseModelEngine(policy)
-        )
+        return make(ModelKind.frozen) if learner.lora.rank is None else adapters.BaseModelEngine(policy)
 
     policy = make_where_held(Pool.policy, make_policy)
     critic = reward_model = reference = None
     if algo.needs_critic:
         path = algo.critic.path
-        critic = make_where_held(Pool.critic, lambda: make_engine(config, ModelKind.critic, path))
+        critic = make_where_held(Pool.critic, lambda: make(ModelKind.critic, path))
     if algo.needs_reward_model:
-        reward_model = make_where_held(Pool.policy, lambda: make_engine(config, ModelKind.policy))
+        reward_model = make_where_held(Pool.policy, lambda: make(ModelKind.policy))
     if algo.needs_reference:
         reference = make_where_held(Pool.policy, make_reference)
     return Models(

@@ -56,7 +56,8 @@ def start_learner(
     check_model_files(config, joined.pool, rank)
     check_shared_folder(folder / "checkpoints", joined.world, say)
     say("loading the model")
-    models, world = load_models(config, joined.pool), joined.world
+    models = load_models(config, joined.pool, lambda: say("loading the model"))
+    world = joined.world
     kl_coef = None
     if resume_step is not None:
         saved = folder / "checkpoints" / f"step_{resume_step}"
@@ -70,6 +71,8 @@ def start_learner(
         check_same_run(manifest, config, read_ledger(source) if rank == 0 else None)
         models.load_state(saved)
         kl_coef = manifest.kl_coef if config.algo.kl.target is not None else None
+    # Ranks that load another model take longer than a collective of training waits.
+    joined.writers.gather_messages(b"", lambda: say("loading: waiting for the other ranks"))
     # One life of the learner has one name, on all ranks.
     incarnation = world.gather_messages(secrets.token_hex(4).encode())[0].decode()
     return Learner(
@@ -77,7 +80,7 @@ def start_learner(
         folder,
         source,
         Trainer(config, models, world, kl_coef),
-        open_publication(config, folder, incarnation, joined) if publish else None,
+        open_publication(config, folder, incarnation, joined, say) if publish else None,
         world,
         joined.writers,
         meter,
@@ -135,7 +138,9 @@ def check_same_run(
 # ---- publication
 
 
-def open_publication(config: Config, folder: Path, incarnation: str, joined: JoinedRank) -> Publication:
+def open_publication(
+    config: Config, folder: Path, incarnation: str, joined: JoinedRank, say: Callable[[str], None]
+) -> Publication:
     """Opens this rank's part in the publication of the run in this folder, behind the keys that the run has.
 
     Collective. Raises ValueError on all ranks of several hosts where the transport cannot bring parts.
@@ -158,6 +163,8 @@ def open_publication(config: Config, folder: Path, incarnation: str, joined: Joi
             publisher = open_publisher(config, folder, incarnation, guards)
         else:
             publisher = open_host_publisher(config, folder, incarnation, guards)
+    # A first rank that digests the base of its adapters takes longer than a collective waits.
+    joined.writers.gather_messages(b"", lambda: say("loading: waiting for the other ranks"))
     return Publication(world, publisher, memory)
 
 

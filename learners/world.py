@@ -91,7 +91,9 @@ class World:
         # Each rank fills its own span of one row of bytes, and the sum of the rows holds all messages.
         text = torch.zeros(ends[-1], dtype=torch.uint8)
         if message:
-            text[ends[self.rank] : ends[self.rank + 1]] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+            text[ends[self.rank] : ends[self.rank + 1]] = torch.frombuffer(
+                bytearray(message), dtype=torch.uint8
+            )
         whole = self.add_tensor(text).numpy().tobytes()
         return [whole[start:end] for start, end in zip(ends, ends[1:], strict=False)]
 
@@ -105,10 +107,13 @@ class World:
         data = torch.frombuffer(bytearray(b"".join(messages)) or bytearray(1), dtype=torch.uint8)
         arrived = torch.empty(int(came.sum()), dtype=torch.uint8)
         counts = came.tolist(), sent.tolist()
-        self._group.alltoall_base(
-            arrived, data[: int(sent.sum())], *counts, dist.AllToAllOptions()
-        ).wait()
+        self._group.alltoall_base(arrived, data[: int(sent.sum())], *counts, dist.AllToAllOptions()).wait()
         return [bytes(part.numpy()) for part in arrived.split(counts[0])]
+
+    def broadcast_tensor(self, tensor: Tensor) -> None:
+        """Overwrites the tensor [any shape, CPU] by the first rank's."""
+        if self._group is not None:
+            self._group.broadcast([tensor]).wait()
 
     def broadcast_message(
         self,
@@ -160,17 +165,15 @@ def _wait_for_key(store: dist.Store, key: str, wait_s: float) -> bool:
     return True
 
 
-_num_meetings = itertools.count()
+_num_pools = itertools.count()
 
 
-def wait_for_first_rank() -> None:
-    """Returns on each rank of torch's default group once the first rank has called this too, however long
-    that takes.
+def join_pool() -> World:
+    """Returns the ranks of torch's default group in a world of its own, whose collectives wait as long as
+    files are read.
 
-    A collective has a time-out, which the load of a large model outlasts.
+    Collective.
     """
-    store, key = dist.distributed_c10d._get_default_store(), f"first rank {next(_num_meetings)}"
-    if dist.get_rank() == 0:
-        store.set(key, b"there")
-    while not _wait_for_key(store, key, LOOK_S):
-        pass
+    store = dist.distributed_c10d._get_default_store()
+    own = dist.PrefixStore(f"pool {next(_num_pools)}", store)
+    return World(dist.get_rank(), dist.get_world_size(), own, LONG_TIMEOUT)

@@ -14,6 +14,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -26,7 +27,7 @@ from hypothesis import strategies as st
 from ranks import on_ranks
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
 import learners.world
@@ -327,6 +328,29 @@ def checkpointed_slowly(world: World, folder: Path) -> list[int]:
 def test_a_checkpoint_that_takes_longer_than_a_collective_may_is_waited_for(tmp_path: Path) -> None:
     assert on_ranks(2, checkpointed_slowly, tmp_path, tmp_path) == [[1, 2], [1, 2]]
     assert steps(tmp_path / "checkpoints") == [1, 2]
+
+
+def loaded_slowly(world: World, model: Path, folder: Path) -> float:
+    """Seconds that a checkpoint takes to load, where the second rank reads for longer than a collective of
+    training may take."""
+    engine, read = FsdpEngine(model), HuggingFaceStorageReader.read_data
+    engine.copy_state()(folder)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(5 * world.rank)
+        return read(*arguments)
+
+    began = time.monotonic()
+    with patch.object(HuggingFaceStorageReader, "read_data", slow):
+        engine.load_state(folder)
+    return time.monotonic() - began
+
+
+def test_a_checkpoint_that_is_read_for_longer_than_a_collective_may_take_is_waited_for(
+    qwen3: Path, tmp_path: Path
+) -> None:
+    assert min(on_ranks(2, loaded_slowly, tmp_path / "ranks", qwen3, tmp_path / "engine")) >= 5
 
 
 def failing_to_complete(world: World, folder: Path) -> str:

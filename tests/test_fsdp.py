@@ -1,29 +1,22 @@
 """The FSDP2 engine beside the mathematics of one update (`test_same_numbers.py`): heads, dropout, dtypes,
 shards."""
 
-import time
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from engine_batches import SMALL, draw_batch, negate_logprobs, save_small_qwen3
-from ranks import gather_weights, on_ranks
+from ranks import gather_weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM
 
-import learners.world
 from configs.learner import Attention
 from configs.model import Dtype
 from learners import heads
 from learners.attention import choose_attention
 from learners.fsdp import FsdpEngine
 from learners.packing import Packed, pack_rows, pack_share
-from learners.world import World
 from sync.stream import collect_tensors
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -238,25 +231,3 @@ def test_a_checkpoint_holds_nothing_but_safetensors(
     engine.update(packed, negate_logprobs, 1e-2)
     engine.copy_state()(tmp_path / "engine")
     assert {path.suffix for path in (tmp_path / "engine").rglob("*") if path.is_file()} == {".safetensors"}
-
-
-def loaded_slowly(world: World, folder: Path) -> float:
-    """Seconds until the engine is there, where the first rank reads the model for longer than a collective
-    may take."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=4), dist.group.WORLD)
-    learners.world.LOOK_S = 1.0
-    read, began = AutoModelForCausalLM.from_pretrained, time.monotonic()
-
-    def slowly(*arguments: Any, **options: Any) -> Any:
-        time.sleep(8)
-        return read(*arguments, **options)
-
-    with patch.object(AutoModelForCausalLM, "from_pretrained", slowly):
-        FsdpEngine(folder)
-    return time.monotonic() - began
-
-
-def test_a_model_that_takes_longer_to_read_than_a_collective_may_is_waited_for(
-    qwen3: Path, tmp_path: Path
-) -> None:
-    assert min(on_ranks(2, loaded_slowly, tmp_path / "two", qwen3)) >= 8

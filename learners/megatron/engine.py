@@ -6,7 +6,7 @@ keeps float32 copies divided over the data-parallel ranks; gradients are added u
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,12 @@ from learners.megatron.checkpoint import (
 )
 from learners.megatron.columns import stream_columns
 from learners.megatron.model import MegatronModel, ParallelSizes, find_problems, make_transformer_config
-from learners.megatron.names import ModelFiles, Parameter, ParameterNames, ShardLayout
+from learners.megatron.names import Parameter, ParameterNames, ShardLayout
 from learners.megatron.routers import watch_routers
+from learners.model_source import ModelSource
 from learners.packing import Packed
 from learners.routing import LoadBalance, check_replay
+from learners.world import join_pool
 from sync.stream import BUCKET_BYTES, TensorPart, choose_rows, stream_rows
 
 _groups: tuple[ParallelSizes, Any] | None = None
@@ -106,10 +108,12 @@ class MegatronEngine:
         expert_parallel: int = 1,
         aux_loss_coefficient: float = 0.0,
         router_replay: bool = False,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         """`bucket_bytes`: size of the weights that are published at a time. `entropy_gradient`: a loss may
         have a gradient through the entropy. `aux_loss_coefficient` is for a mixture's load balancing, and
-        with `router_replay` tokens go to the experts that a batch records (`learners.routing`).
+        with `router_replay` tokens go to the experts that a batch records (`learners.routing`). `on_progress`
+        is called whenever some of the model has been read.
 
         Raises ValueError for a model that Megatron does not know, or that these sizes do not divide.
         """
@@ -119,8 +123,9 @@ class MegatronEngine:
             raise ValueError("\n".join(found))
         self._publish_dtype, self._bucket_bytes = getattr(torch, dtype), bucket_bytes
         self._weight_decay, self._max_grad_norm = weight_decay, max_grad_norm
+        self._source = ModelSource(Path(path), join_pool(), on_progress, everywhere=True)
         self._names = ParameterNames(
-            config, ModelFiles(Path(path)), pipeline_parallel, critic=kind is ModelKind.critic
+            config, self._source.files, pipeline_parallel, critic=kind is ModelKind.critic
         )
         self._experts = getattr(config, "num_experts", 0) // expert_parallel
         self._balance = LoadBalance(config, aux_loss_coefficient)
@@ -165,11 +170,13 @@ class MegatronEngine:
             f"parameters of the file that the model lacks: {sorted(due - self._local.keys())}"
         )
         for name, local in self._local.items():
-            if (read := self._names.read_shard(*self._find_shard(name))) is not None:
-                assert read.shape == local.shape, (
-                    f"{name} is {tuple(read.shape)} in the file, {tuple(local.shape)} here"
-                )
-                local.data.copy_(read)
+            parameter, index, count = self._find_shard(name)
+            self._source.on_progress()
+            with self._source.note_failure():
+                self._names.check_shape(parameter, count, local.shape)
+                if (read := self._names.read_shard(parameter, index, count)) is not None:
+                    local.data.copy_(read)
+        self._source.raise_failures()
 
     def _make_optimizer(self, betas: tuple[float, float]) -> None:
         self._ddp = DistributedDataParallel(

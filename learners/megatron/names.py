@@ -9,13 +9,12 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
+
+from learners.model_files import ModelFiles
 
 
 class ShardLayout(StrEnum):
@@ -28,6 +27,18 @@ class ShardLayout(StrEnum):
     """Each rank has its rows of the gate, then its rows of the up-projection."""
     qkv = "qkv"
     """The rows go by group of heads: the queries of a group, its key, its value."""
+
+
+def find_dimension(layout: ShardLayout) -> int | None:
+    """Returns the dimension of Hugging Face's tensors along which the ranks have equal parts; None where
+    each has the whole."""
+    match layout:
+        case ShardLayout.replicated:
+            return None
+        case ShardLayout.columns:
+            return 1
+        case _:
+            return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,35 +83,6 @@ EXPERT = re.compile(
 )
 
 
-class ModelFiles:
-    """The safetensors of a Hugging Face folder, read one tensor at a time."""
-
-    def __init__(self, folder: Path) -> None:
-        """Raises ValueError when the folder has none."""
-        index = folder / "model.safetensors.index.json"
-        if index.is_file():
-            where = msgspec.json.decode(index.read_bytes(), type=dict[str, Any])["weight_map"]
-        elif (folder / "model.safetensors").is_file():
-            with safe_open(folder / "model.safetensors", "pt") as file:
-                where = dict.fromkeys(file.keys(), "model.safetensors")
-        else:
-            raise ValueError(f"model.path must hold model.safetensors or its index, got {folder}")
-        self.names = set(where)
-        self._folder, self._where, self._open = folder, where, {}  # type: ignore[var-annotated]
-
-    def read_tensor(self, name: str) -> Tensor:
-        return self._open_file(name).get_tensor(name)
-
-    def read_shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._open_file(name).get_slice(name).get_shape())
-
-    def _open_file(self, name: str) -> Any:
-        where = self._where[name]
-        if where not in self._open:
-            self._open[where] = safe_open(self._folder / where, "pt")
-        return self._open[where]
-
-
 class ParameterNames:
     """The parameters of one model by Megatron's name, in the order of its layers (`parameters`), and their
     shards."""
@@ -129,12 +111,12 @@ class ParameterNames:
         self.parameters = {parameter.name: parameter for parameter in found}
         known = {source for parameter in found for source in parameter.sources} | {"lm_head.weight"}
         if unknown := sorted(
-            name for name in files.names - known if not name.endswith("rotary_emb.inv_freq")
+            name for name in files.entries.keys() - known if not name.endswith("rotary_emb.inv_freq")
         ):
             raise ValueError(
                 f"model.path must hold no parameters but those that Megatron's model has, got {unknown[0]}"
             )
-        if missing := sorted(known - files.names - {"lm_head.weight", *VALUE_HEAD}):
+        if missing := sorted(known - files.entries.keys() - {"lm_head.weight", *VALUE_HEAD}):
             raise ValueError(
                 f"model.path must hold all parameters of its model, got none called {missing[0]}"
             )
@@ -147,11 +129,11 @@ class ParameterNames:
                 f"model.layers.{layer}.",
             )
             for name, (layout, sources) in LAYER.items():
-                if there + sources[0] in self._files.names:
+                if there + sources[0] in self._files.entries:
                     yield Parameter(here + name, tuple(there + source for source in sources), layout, stage)
             for expert in range(self._experts):
                 mine, its = f"{here}mlp.experts.{expert}.", f"{there}mlp.experts.{expert}."
-                if f"{its}down_proj.weight" in self._files.names:
+                if f"{its}down_proj.weight" in self._files.entries:
                     up = (f"{its}gate_proj.weight", f"{its}up_proj.weight")
                     yield Parameter(f"{mine}linear_fc1.weight", up, ShardLayout.gate_up, stage, expert)
                     yield Parameter(
@@ -179,37 +161,53 @@ class ParameterNames:
         return named
 
     def read_shard(self, parameter: Parameter, index: int, count: int) -> Tensor | None:
-        """Returns shard `index` of `count` in the file's dtype; None for a critic's head that the file
-        lacks."""
-        if parameter.name in VALUE_HEAD and parameter.name not in self._files.names:
+        """Returns shard `index` of `count` in the file's dtype, reading nothing else; None for a critic's
+        head that the file lacks."""
+        if self._lacks(parameter):
             return None
-        return self.cut_shard(
-            parameter.layout, [self._files.read_tensor(name) for name in parameter.sources], index, count
+        dim = find_dimension(parameter.layout)
+        parts = []
+        for name in parameter.sources:
+            size = 0 if dim is None else -(-self._files.entries[name].shape[dim] // count)
+            places = () if dim is None else (*[slice(None)] * dim, slice(index * size, (index + 1) * size))
+            parts.append(self._files.read_slice(name, *places))
+        return self._merge_parts(parameter.layout, parts, count)
+
+    def check_shape(self, parameter: Parameter, count: int, shape: torch.Size) -> None:
+        """Raises ValueError where one of `count` shards has another shape in the files."""
+        if self._lacks(parameter) or (found := self.find_shape(parameter, count)) == shape:
+            return
+        entries = {name: self._files.entries[name] for name in parameter.sources}
+        told = ", ".join(f"{name} {list(one.shape)} in {one.file}" for name, one in entries.items())
+        raise ValueError(
+            f"one of {count} parts of {parameter.name} must have the shape {list(shape)} by the config.json "
+            f"of model.path, got {list(found)} from {told}"
         )
 
+    def _lacks(self, parameter: Parameter) -> bool:
+        return parameter.name in VALUE_HEAD and parameter.name not in self._files.entries
+
     def find_shape(self, parameter: Parameter, count: int) -> torch.Size:
-        """Returns the shape of one of `count` shards."""
-        shapes = [self._files.read_shape(name) for name in parameter.sources]
+        """Returns the shape of the first of `count` shards, which is that of all where they divide it."""
+        shapes = [self._files.entries[name].shape for name in parameter.sources]
         rows, rest = sum(shape[0] for shape in shapes), shapes[0][1:]
         if parameter.layout is ShardLayout.columns:
-            return torch.Size([rows, rest[0] // count])
-        return torch.Size([rows // count, *rest])
+            return torch.Size([rows, -(-rest[0] // count)])
+        return torch.Size([-(-rows // count), *rest])
 
     def cut_shard(self, layout: ShardLayout, whole: Sequence[Tensor], index: int, count: int) -> Tensor:
         """Makes Megatron's shard `index` of `count` from Hugging Face's tensors, in the order of
         `Parameter.sources`."""
-        match layout:
-            case ShardLayout.replicated:
-                return whole[0]
-            case ShardLayout.rows:
-                return whole[0].chunk(count)[index]
-            case ShardLayout.columns:
-                return whole[0].chunk(count, 1)[index]
-            case ShardLayout.gate_up:
-                return torch.cat([tensor.chunk(count)[index] for tensor in whole])
-            case ShardLayout.qkv:
-                by_group = torch.cat([tensor.unflatten(0, (self._groups, -1)) for tensor in whole], 1)
-                return by_group.chunk(count)[index].flatten(0, 1)
+        dim = find_dimension(layout)
+        parts = whole if dim is None else [tensor.chunk(count, dim)[index] for tensor in whole]
+        return self._merge_parts(layout, parts, count)
+
+    def _merge_parts(self, layout: ShardLayout, parts: Sequence[Tensor], count: int) -> Tensor:
+        """Makes one of `count` shards from its own parts of Hugging Face's tensors."""
+        if layout is ShardLayout.qkv:
+            groups = self._groups // count
+            return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], 1).flatten(0, 1)
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
     def join_shards(self, layout: ShardLayout, shards: Sequence[Tensor]) -> list[Tensor]:
         """Makes Hugging Face's tensors from all of Megatron's shards: the inverse of `cut_shard`."""
