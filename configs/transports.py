@@ -29,6 +29,8 @@ class TransportRow:
     (`learner.lora.publish=adapter`)."""
     brings_older: bool = True
     """Versions that are not the newest any more may be brought."""
+    feeds_ranks: bool = True
+    """Engines of several GPUs may take up versions (`generators.tensor_parallel`)."""
     vllm_engine: str | None = None
     """vLLM's weight-transfer engine that a generator on a GPU starts."""
 
@@ -71,6 +73,7 @@ class Transport(StrEnum):
             serves_hosts=TransportUse.always,
             carries_adapters=False,
             brings_older=False,
+            feeds_ranks=False,
             vllm_engine="nccl",
         ),
     )
@@ -81,6 +84,7 @@ class Transport(StrEnum):
             module="sync.transports.cuda_ipc",
             copies_to_device=TransportUse.always,
             carries_adapters=False,
+            feeds_ranks=False,
             vllm_engine="ipc",
         ),
     )

@@ -316,8 +316,7 @@ class VllmEngine:
         results."""
         if self._workers is None:
             return self._core.collective_rpc(method, args=arguments)
-        with self._naming_dead():
-            return self._workers.ask_ranks(method, *arguments)
+        return self._workers.ask_ranks(method, *arguments)
 
     def _naming_dead(self) -> AbstractContextManager[None]:
         return nullcontext() if self._workers is None else self._workers.naming_dead()

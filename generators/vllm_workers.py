@@ -43,6 +43,9 @@ class WorkerProcesses(MultiprocExecutor):
             "VLLM_RPC_BASE_PATH": str(self._names.folder),
             # All ranks are on this host, whatever its name leads to.
             "GLOO_SOCKET_IFNAME": "lo",
+            "NCCL_SOCKET_IFNAME": "lo",
+            # Ray sets it by the processors of the whole engine.
+            "OMP_NUM_THREADS": "1",
             "PYTHONWARNINGS": "ignore::FutureWarning",
         }
         before, environment = tempfile.tempdir, dict(os.environ)
@@ -101,7 +104,9 @@ class WorkerProcesses(MultiprocExecutor):
     def ask_ranks(self, method: str, *arguments: Any) -> list[Any]:
         """Calls a method of `sync.vllm_ranks.RankSync` on every rank, and returns the values by rank. Raises
         the gravest error that any rank has met, with its rank."""
-        return read_answers(self.collective_rpc("answer", args=(method, *arguments)))
+        with self.naming_dead():
+            answers = self.collective_rpc("answer", args=(method, *arguments))
+        return read_answers(answers)
 
     @contextlib.contextmanager
     def naming_dead(self) -> Iterator[None]:

@@ -40,11 +40,14 @@ def read_answers(answers: Sequence[RankAnswer]) -> list[Any]:
     """Returns the values, by rank. Raises the gravest error that any rank has met, with the ranks that have
     met it."""
     for kind in GRAVEST_FIRST:
-        messages = [
-            f"rank {rank}: {answer.message}"
-            for rank, answer in enumerate(answers)
-            if answer.error == kind.__name__
-        ]
-        if messages:
-            raise kind("; ".join(messages))
+        ranks: dict[str, list[int]] = {}
+        for rank, answer in enumerate(answers):
+            if answer.error == kind.__name__:
+                ranks.setdefault(answer.message, []).append(rank)
+        if ranks:
+            raise kind("; ".join(f"rank {_list_ranks(some)}: {message}" for message, some in ranks.items()))
     return [answer.value for answer in answers]
+
+
+def _list_ranks(ranks: Sequence[int]) -> str:
+    return " and ".join(map(str, ranks))
