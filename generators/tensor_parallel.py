@@ -1,4 +1,4 @@
-"""Whether the matrices of a model can be divided between the GPUs of an engine, by its configuration alone."""
+"""Whether a model's matrices can be divided between the GPUs of an engine, by its configuration alone."""
 
 import json
 from pathlib import Path

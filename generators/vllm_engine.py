@@ -296,13 +296,11 @@ class VllmEngine:
             digests: dict[str, str] = self._call_workers("held_digests", manifest)[0]
             return digests
         parts = self._call_workers("part_digests")
-        return {
-            f"{rank}: {name}": digest for rank, held in enumerate(parts) for name, digest in held.items()
-        }
+        return {f"{rank}: {name}": digest for rank, held in enumerate(parts) for name, digest in held.items()}
 
     def check_held(self, manifest: Manifest) -> None:
-        """Raises EngineMismatch, with the rank if there are several, unless the parameters hold the manifest's
-        tensors now."""
+        """Raises EngineMismatch, with the rank if there are several, unless the parameters hold the
+        manifest's tensors now."""
         if self._workers is None:
             expect_digests(manifest, self.held_digests(manifest), "the engine", EngineMismatch)
         else:
@@ -312,8 +310,8 @@ class VllmEngine:
         self._core.shutdown()
 
     def _call_workers(self, method: str, *arguments: Any) -> list[Any]:
-        """Calls a method of `sync.vllm_plugin.WeightSync`, on every rank if there are several, and returns the
-        results."""
+        """Calls a method of `sync.vllm_plugin.WeightSync`, on every rank if there are several, and returns
+        the results."""
         if self._workers is None:
             return self._core.collective_rpc(method, args=arguments)
         return self._workers.ask_ranks(method, *arguments)

@@ -1,5 +1,5 @@
-"""Answers of an engine's ranks, which are processes: each says whether it has done what it was asked, and with
-which error it has not.
+"""Answers of an engine's ranks, which are processes: each says whether it has done what it was asked, or
+which error it has met.
 
 vLLM hands an exception of a worker on as a RuntimeError, of the first rank that has one, and leaves the other
 ranks' answers where the next question would find them. So ranks raise nothing; they answer.

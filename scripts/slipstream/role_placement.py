@@ -317,8 +317,8 @@ class _Division:
         if wanted.engines > sum(len(gpus) // each for gpus in free.values()):
             most = sum(len(gpus) // each * each for gpus in free.values())
             raise ValueError(
-                f"generators.count × generators.tensor_parallel must be at most {most} (the GPUs of nodes that "
-                f"may hold engines, in parts of {each} on one node, less {len(self._members)} for the ranks: "
+                f"generators.count × generators.tensor_parallel must be at most {most} (the GPUs of nodes "
+                f"that may hold engines, in parts of {each} on one node, less {len(self._members)} for the ranks: "
                 "an engine with more than one GPU shares none), got "
                 f"{_count_engines(wanted)} × {each}"
             )
