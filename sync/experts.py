@@ -33,7 +33,7 @@ class ExpertPlace:
     published_shape: tuple[int, ...]
     """Shape that must be published."""
     held: RankSlice | None
-    """What a rank holds of the published tensor; None: all of it."""
+    """This rank's part of the published tensor; None: all of it."""
     first: int
     """First row of the matrix, where the matrix is as published."""
     elements: Tensor | None

@@ -109,10 +109,8 @@ class RoleDivision:
     @property
     def bundles(self) -> dict[Bundle, int]:
         """GPUs that are taken together -> number of processors of the processes on them."""
-        found = Counter[Bundle]()
-        for place in self.places:
-            found[place.bundle] += place.processors
-        return dict(sorted(found.items()))
+        taken = Counter(place.bundle for place in self.places for _ in range(place.processors))
+        return dict(sorted(taken.items()))
 
     @property
     def places(self) -> tuple[RolePlace, ...]:
@@ -317,10 +315,9 @@ class _Division:
         if wanted.engines > sum(len(gpus) // each for gpus in free.values()):
             most = sum(len(gpus) // each * each for gpus in free.values())
             raise ValueError(
-                f"generators.count × generators.tensor_parallel must be at most {most} (the GPUs of nodes "
-                f"that may hold engines, in parts of {each} on one node, less {len(self._members)} for the ranks: "
-                "an engine with more than one GPU shares none), got "
-                f"{_count_engines(wanted)} × {each}"
+                f"generators.count × generators.tensor_parallel must be at most {most} (GPUs of nodes that "
+                f"may hold engines, in parts of {each} of one node, less {len(self._members)} for the ranks: "
+                f"an engine of several GPUs shares none), got {_count_engines(wanted)} × {each}"
             )
         self._check_cpus(nodes)
         for _ in range(wanted.engines):
