@@ -102,6 +102,14 @@ def _engine_conditions(config: Config) -> list[Condition]:
             config.sync.transport,
         ),
         Condition(
+            generators.tensor_parallel == 1 or config.sync.transport.row.feeds_ranks,
+            "sync.transport",
+            f"be one of {', '.join(one for one in Transport if one.row.feeds_ranks)} when "
+            "generators.tensor_parallel is above 1 (each rank attests its part by the verified file on its "
+            "host)",
+            config.sync.transport,
+        ),
+        Condition(
             config.role is Role.all
             or (len(config.engine_names) > 0 and not config.buffer.address.endswith(":0")),
             "role=generators",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from configs.rules import NOT_NEGATIVE, POSITIVE, above_up_to, gpu_share
-from configs.setting import Section, section, setting
+from configs.setting import Condition, Section, section, setting
 
 
 class EngineKind(StrEnum):
@@ -48,7 +48,8 @@ class GeneratorsConfig(Section):
     max_model_len: int = setting(64, POSITIVE)
     """Longest prompt and response together that an engine takes, in tokens."""
     kv_cache_mb: int | None = setting(None, POSITIVE)
-    """KV cache of one engine, in MB. Null: 64 on a CPU; on a GPU what its part of the memory leaves."""
+    """KV cache of one engine, in MB (on each of its GPUs, where it has several). Null: 64 on a CPU; on a GPU
+    what its part of the memory leaves."""
     prefix_cache: bool = setting(False)
     """Reuse the KV of shared prompts. The cache is salted with the version, so no request reads another
     version's KV."""
@@ -59,11 +60,31 @@ class GeneratorsConfig(Section):
     leased again at once. 0: it leaves at once. Spot hosts mostly give 30 s."""
     gpus: float | None = setting(None, gpu_share(most=1024))
     """GPUs of one engine. Null divides those of the driver's host between generators and learner
-    (docs/learner.md). 0: the CPU."""
+    (docs/learner.md), and gives an engine of several as many as `generators.tensor_parallel` says. 0: the
+    CPU."""
     tensor_parallel: int = setting(1, POSITIVE)
-    """GPUs (on a CPU: processes) that share each layer's matrices in one engine. `generators.gpus` counts them
-    all."""
+    """GPUs of one node (on a CPU: processes) that share each layer's matrices in one engine
+    (docs/big-engines.md). It must divide the model's attention heads."""
     gpu_memory_fraction: float | None = setting(None, above_up_to(0, 1))
-    """Share of its GPU's memory that an engine may take. Null: 0.9, or an even part of it where others share
-    the GPU."""
+    """Share of its GPU's memory that an engine may take (of each, where it has several). Null: 0.9, or an
+    even part of it where others share the GPU."""
     simulated: SimulatedConfig = section(SimulatedConfig)
+
+    def conditions(self) -> list[Condition]:
+        is_parallel = self.tensor_parallel > 1
+        return [
+            Condition(
+                not is_parallel or self.engine is EngineKind.vllm,
+                "generators.tensor_parallel",
+                "be 1 unless generators.engine=vllm",
+                f"{self.tensor_parallel} with {self.engine}",
+            ),
+            Condition(
+                self.gpus is None
+                or (self.gpus in (0, self.tensor_parallel) if is_parallel else self.gpus <= 1),
+                "generators.gpus",
+                "be null, 0 or generators.tensor_parallel, or a part of one GPU where that is 1 (an engine "
+                "uses as many GPUs as share its matrices)",
+                f"{self.gpus} with {self.tensor_parallel}",
+            ),
+        ]

@@ -37,6 +37,14 @@ RECIPES = "experiment"
 OWN_RECIPES = "experiment_file"
 """Group of recipes in files that users name. A group of its own, so that they can build on those here."""
 FIXED_BY_JOURNAL = ("run.seed", "task.name", "learner.groups_per_step", "learner.samples_per_prompt")
+NO_KEYS = {
+    "generators.pipeline_parallel": "with several stages vLLM keeps several batches under way, so a version "
+    "could be taken up between the stages of one token; generators.tensor_parallel divides every layer",
+    "generators.expert_parallel": "vLLM's kernel for CPUs computes no part of the experts, so this could not "
+    "be tried; generators.tensor_parallel divides every expert",
+    "generators.data_parallel": "generators.count says how many engines there are",
+}
+"""Keys that users may look for, and why there are none."""
 RETIRED_KEYS = {"generators.score_timeout_s": "episodes.score_timeout_s", "generators.score_threads": None}
 """Keys of older runs, and those that took their place."""
 WRONG_KINDS = {
@@ -348,7 +356,9 @@ def _refuse_unknown_keys(overrides: Sequence[str]) -> None:
     problems = []
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0].partition("@")[0]
-        if key not in known and not key.startswith(open_ended):
+        if key in NO_KEYS:
+            problems.append(f"{key} must be left out ({NO_KEYS[key]}), got {override!r}")
+        elif key not in known and not key.startswith(open_ended):
             hint = find_nearest_names(key, sorted(known))
             problems.append(f"{key} must be a configuration key{hint}, got {override!r}")
         elif key in groups and (problem := _find_missing_preset(key, override.partition("=")[2])):

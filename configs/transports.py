@@ -31,6 +31,8 @@ class TransportRow:
     """Versions that are not the newest any more may be brought."""
     brings_parts: bool = False
     """Brings versions whose rows lie on several hosts of the learner's ranks."""
+    feeds_ranks: bool = True
+    """Engines of several GPUs may take up versions (`generators.tensor_parallel`)."""
     vllm_engine: str | None = None
     """vLLM's weight-transfer engine that a generator on a GPU starts."""
 
@@ -77,6 +79,7 @@ class Transport(StrEnum):
             serves_hosts=TransportUse.always,
             carries_adapters=False,
             brings_older=False,
+            feeds_ranks=False,
             vllm_engine="nccl",
         ),
     )
@@ -87,6 +90,7 @@ class Transport(StrEnum):
             module="sync.transports.cuda_ipc",
             copies_to_device=TransportUse.always,
             carries_adapters=False,
+            feeds_ranks=False,
             vllm_engine="ipc",
         ),
     )

@@ -12,6 +12,10 @@ import numpy as np
 from sync.weight_source import WeightSource
 
 
+class EngineDied(RuntimeError):
+    """A process of the engine has died. Nothing more can be sampled, and another process may do better."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """A request for one sampled sequence."""
@@ -80,7 +84,8 @@ class Engine(Protocol):
         ...
 
     def step(self) -> list[Completion]:
-        """Runs one decoding step over the running batch; returns the samples that it finished."""
+        """Runs one decoding step over the running batch; returns the samples that it finished. Raises
+        EngineDied, as all methods do that need the engine's processes."""
         ...
 
     def count_sampled_tokens(self) -> dict[str, int]:

@@ -19,6 +19,7 @@ from generators.evaluation_episodes import EvaluationEpisodes
 from generators.plain_values import describe_error
 from generators.run_files import bring_files
 from generators.task_versions import compare_versions
+from generators.tensor_parallel import check_heads
 from generators.worker import Generator, start_heartbeat
 from sync.subscriber import Subscriber, open_subscriber
 from sync.transports.ends import SocketGuards
@@ -101,9 +102,12 @@ def make_engine(config: Config, seed: int, shares_gpu: bool = False) -> Engine:
     # Imported here, because importing vLLM takes seconds and changes torch.
     from generators.vllm_engine import VllmEngine
 
+    tensor_parallel = config.generators.tensor_parallel
+    check_heads(Path(config.model.path), tensor_parallel)
     return VllmEngine(
         config.model.path,
         dtype=config.model.dtype,
+        tensor_parallel=tensor_parallel,
         max_model_len=config.generators.max_model_len,
         # Beside the rollouts there is room for the parity probe, which so waits for none of them.
         max_sequences=config.generators.max_sequences + len(probe_lengths(config)),
@@ -118,7 +122,7 @@ def make_engine(config: Config, seed: int, shares_gpu: bool = False) -> Engine:
         gpu_memory_fraction=config.generators.gpu_memory_fraction,
         shares_gpu=shares_gpu,
         record_experts=config.learner.moe.router_replay,
-        transfer=config.sync.transport.row.vllm_engine,
+        transfer=config.sync.transport.row.vllm_engine if tensor_parallel == 1 else None,
     )
 
 

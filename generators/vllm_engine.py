@@ -5,15 +5,17 @@ no second process. Our loop drives the core below vLLM's request front end (toke
 because a loop over token ids has no use for that.
 
 Importing this module changes the process: vLLM takes `torch.set_num_threads` away and binds memory. So no
-learner may import it. The code is written against vLLM 0.32, for one GPU or a CPU (tensor parallel size 1).
+learner may import it. The code is written against vLLM 0.32. An engine of several GPUs has a worker process
+for each (`vllm_workers`), and its core here.
 """
 
 import logging
 import os
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # These variables count only when they are set before torch and vLLM are imported.
 os.environ |= {
@@ -22,6 +24,10 @@ os.environ |= {
     # How vLLM splits a sequence depends on what else is in the batch, and a sum's last bits depend on the
     # split.
     "VLLM_CPU_ATTN_SPLIT_KV": "0",
+    # Threads of worker processes are bound to no processor: they are few, and may be on any.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # A fork of this process would have its threads' locks, and not its threads.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
@@ -46,8 +52,12 @@ from configs.sync import KvCache  # noqa: E402
 from generators.engine import Completion, Sample, check_sample  # noqa: E402
 from generators.shared_gpu import compute_kv_cache_bytes  # noqa: E402
 from sync.manifest import DigestMismatch, EngineMismatch, Manifest  # noqa: E402
+from sync.snapshot import Snapshot, expect_digests  # noqa: E402
 from sync.vllm_plugin import keep_weights_unpacked  # noqa: E402
 from sync.weight_source import WeightSource  # noqa: E402
+
+if TYPE_CHECKING:
+    from generators.vllm_workers import WorkerProcesses
 
 CPU_KV_CACHE_MB = 64
 
@@ -104,6 +114,7 @@ class VllmEngine:
         dtype: str,
         max_model_len: int,
         max_sequences: int,
+        tensor_parallel: int = 1,
         kv_cache_mb: int | None = None,
         prefix_cache: bool = False,
         kv_cache: KvCache = KvCache.keep,
@@ -118,7 +129,10 @@ class VllmEngine:
         transfer: str | None = None,
         record_experts: bool = False,
     ) -> None:
-        """`kv_cache_mb`: None is 64 on a CPU. On a GPU it is what remains of the engine's part of the memory:
+        """`tensor_parallel`: GPUs (on a CPU: processes) that share each layer's matrices; the memory below is
+        that of each of them.
+
+        `kv_cache_mb`: None is 64 on a CPU. On a GPU it is what remains of the engine's part of the memory:
         measured by vLLM, or computed where other processes are on the device (`shares_gpu`).
         `gpu_memory_fraction` is that part (None: vLLM's default).
 
@@ -144,6 +158,8 @@ class VllmEngine:
         self._request_ids: dict[str, str] = {}
         """By sample id."""
         self._num_requests = 0
+        self._workers: WorkerProcesses | None = None
+        """Processes of an engine of several GPUs."""
 
         if current_platform.is_cpu():
             platform = _make_cpu_arguments(kv_cache_mb or CPU_KV_CACHE_MB, max_model_len)
@@ -151,6 +167,8 @@ class VllmEngine:
             platform = _make_gpu_arguments(kv_cache_mb, gpu_memory_fraction, transfer, record_experts)
         for name, value in make_float32_environment(dtype).items():
             os.environ.setdefault(name, value)
+        if tensor_parallel > 1:
+            platform |= _make_parallel_arguments(tensor_parallel)
         config = EngineArgs(
             model=model,
             dtype=str(dtype),
@@ -161,19 +179,22 @@ class VllmEngine:
             load_format="dummy",
             skip_tokenizer_init=True,
             logprobs_mode="processed_logprobs",
-            distributed_executor_backend="uni",
             # Weights change between two steps, so no step may run ahead.
             async_scheduling=False,
             disable_log_stats=True,
-            worker_extension_cls="sync.vllm_plugin.WeightSync",
-            **platform,
+            **{"distributed_executor_backend": "uni", "worker_extension_cls": "sync.vllm_plugin.WeightSync"}
+            | platform,
         ).create_engine_config()
         if shares_gpu and kv_cache_mb is None:
             config.cache_config.kv_cache_memory_bytes = _compute_kv_cache_bytes(config)
-        self._core = InprocClient(config, Executor.get_class(config), log_stats=False)
-        self._core.collective_rpc("prepare_model")
+        self._core = InprocClient(config, _choose_executor(config), log_stats=False)
+        if tensor_parallel > 1:
+            self._workers = self._core.engine_core.model_executor
+        self._call_workers("prepare_model")
         if self._captures_experts:
-            self._core.collective_rpc("capture_experts")
+            self._call_workers("capture_experts")
+        if self._workers is not None:
+            self._workers.forget_names()
         self._core.set_weight_version("none")
 
         self._vocab_size = config.model_config.get_vocab_size()
@@ -203,7 +224,8 @@ class VllmEngine:
         assert self.version is not None, (
             "weights are not what was published: load_version must succeed before the next step"
         )
-        outputs = self._core.get_output()
+        with self._naming_dead():
+            outputs = self._core.get_output()
         version = int(outputs.weight_version or self.version)
         finished = []
         for output in outputs.outputs:
@@ -234,7 +256,10 @@ class VllmEngine:
         manifest = source.manifest
         held, self.version = self.version, None
         try:
-            self._core.collective_rpc("load_version", args=(source, self._map_weights))
+            if self._workers is None:
+                self._call_workers("load_version", source, self._map_weights)
+            else:
+                self._load_parts(source)
         except EngineMismatch:
             raise
         # These are raised before any parameter is touched, so the old version stays in service.
@@ -249,13 +274,42 @@ class VllmEngine:
             self._cache_salt = manifest.digest
             self._restart_unsampled()
 
+    def _load_parts(self, source: WeightSource) -> None:
+        """Has every rank take up its parts. All ranks can before any of them does."""
+        assert isinstance(source, Snapshot), "an engine of several GPUs takes versions from its host's memory"
+        source.attest()
+        self._call_workers("check_version", source.manifest.locator, source.manifest.digest)
+        self._call_workers("take_version")
+
     def held_digests(self, manifest: Manifest) -> dict[str, str]:
         """Returns the digests of what the engine's parameters hold now, by the names of the manifest's
-        tensors."""
-        return self._core.collective_rpc("held_digests", args=(manifest,))[0]
+        tensors. With several GPUs they are those of the ranks' parts, by `RANK: NAME`."""
+        if self._workers is None:
+            digests: dict[str, str] = self._call_workers("held_digests", manifest)[0]
+            return digests
+        parts = self._call_workers("part_digests")
+        return {f"{rank}: {name}": digest for rank, held in enumerate(parts) for name, digest in held.items()}
+
+    def check_held(self, manifest: Manifest) -> None:
+        """Raises EngineMismatch, with the rank if there are several, unless the parameters hold the
+        manifest's tensors now."""
+        if self._workers is None:
+            expect_digests(manifest, self.held_digests(manifest), "the engine", EngineMismatch)
+        else:
+            self._call_workers("check_held", manifest.locator, manifest.digest)
 
     def shutdown(self) -> None:
         self._core.shutdown()
+
+    def _call_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Calls a method of `sync.vllm_plugin.WeightSync`, on every rank if there are several, and returns
+        the results."""
+        if self._workers is None:
+            return self._core.collective_rpc(method, args=arguments)
+        return self._workers.ask_ranks(method, *arguments)
+
+    def _naming_dead(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._workers is None else self._workers.naming_dead()
 
     def _submit_sample(self, sample: Sample) -> None:
         request_id = str(self._num_requests)
@@ -290,7 +344,7 @@ class VllmEngine:
     def _remove_request(self, request_id: str) -> RunningSample:
         running = self._running.pop(request_id)
         if self._captures_experts:
-            running.experts = self._core.collective_rpc("take_experts", args=(request_id,))[0]
+            running.experts = self._call_workers("take_experts", request_id)[0]
         del self._request_ids[running.sample.id]
         return running
 
@@ -341,6 +395,23 @@ def _make_gpu_arguments(
     if kv_cache_mb is not None:
         arguments["kv_cache_memory_bytes"] = kv_cache_mb << 20
     return arguments
+
+
+def _choose_executor(config: Any) -> type[Executor]:
+    if config.parallel_config.world_size == 1:
+        return Executor.get_class(config)
+    from generators.vllm_workers import WorkerProcesses
+
+    return WorkerProcesses
+
+
+def _make_parallel_arguments(tensor_parallel: int) -> dict[str, Any]:
+    """Returns engine arguments for several GPUs of one host."""
+    return {
+        "tensor_parallel_size": tensor_parallel,
+        "distributed_executor_backend": "mp",
+        "worker_extension_cls": "sync.vllm_ranks.RankSync",
+    }
 
 
 def _make_cpu_arguments(kv_cache_mb: int, max_model_len: int) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 vLLM keeps weights in a layout of its own: q, k and v in one matrix, gate and up in another, the vocabulary
 padded to a multiple of 64 rows, a tied head not at all, the experts of a mixture in two matrices a layer
 (`sync.experts`). `EngineLayout` finds each published tensor in there again, so that what the engine holds can
-be digested tensor by tensor and compared with what the learner published.
+be digested tensor by tensor and compared with what the learner published. A rank of a tensor-parallel engine
+holds parts of most tensors (`sync.rank_slices`).
 """
 
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,10 +18,9 @@ from torch import nn
 from sync.digest import StreamDigest, tensor_digest, tensor_digests
 from sync.experts import ExpertLayer, ExpertPlace
 from sync.manifest import DigestMismatch, Manifest, TensorEntry, dtype_name
+from sync.rank_slices import CHUNK_BYTES, RankSlice, copy_pieces, digest_pieces, join_slices
 from sync.snapshot import Snapshot
 
-CHUNK_BYTES = 1 << 19
-"""Bytes that are copied and digested at a time: what a core's own cache holds."""
 FEW_BYTES = 1 << 25
 """Snapshots below this size are copied by one thread."""
 DERIVED = ("W_UK_T", "W_UV")
@@ -36,6 +37,24 @@ class ModelStructure:
     latent_attentions: dict[str, Any]
     """By name, the modules of latent attention."""
     expert_layers: list[ExpertLayer]
+    slices: Mapping[str, Sequence[RankSlice]] = field(default_factory=dict)
+    """By parameter, what this rank holds of each published tensor that lies in it, in their order. A
+    parameter that is not here holds whole tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """The place of a published tensor, or of this rank's part of it."""
+
+    parameter: str
+    first: int
+    """First row in the parameter."""
+    held: RankSlice | None
+    """None: all of it."""
+
+    def cut_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of what is held of a tensor of this shape."""
+        return shape if self.held is None else self.held.cut_shape(shape)
 
 
 class EngineLayout:
@@ -52,30 +71,31 @@ class EngineLayout:
         self._entries = {entry.name: entry for entry in manifest.tensors}
         # With duplicates, because a tied head stands under both its names.
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
-        self._latent = structure.latent_attentions
+        self._latent, self._slices = structure.latent_attentions, structure.slices
         orders: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self._experts: dict[str, ExpertPlace] = dict(
             place for layer in structure.expert_layers for place in layer.list_places(orders)
         )
-        self._places: dict[str, tuple[str, int]] = {}
-        """By tensor, the parameter that holds it and its first row there."""
+        self._places: dict[str, TensorPlace] = {}
+        """By tensor."""
         tensors: dict[int, list[str]] = {}
         rows: dict[int, int] = {}
         for entry in manifest.tensors:
             if entry.name in self._experts:
                 self._expect_expert(entry, self._experts[entry.name])
                 continue
-            name, first = self._places[entry.name] = self._find_parameter(entry)
+            place = self._places[entry.name] = self._find_place(entry)
             self._view_tensor(entry.name)
-            parameter = id(self._parameters[name])
+            parameter = id(self._parameters[place.parameter])
             tensors.setdefault(parameter, []).append(entry.name)
-            rows[parameter] = max(rows.get(parameter, 0), first + (entry.shape[0] if entry.shape else 1))
+            num_rows = place.cut_shape(entry.shape)[0] if entry.shape else 1
+            rows[parameter] = max(rows.get(parameter, 0), place.first + num_rows)
         if lacking := self._find_unfilled(structure, rows):
             raise DigestMismatch(
                 f"version {manifest.version} does not fill parameters of the engine: {lacking[:3]}"
             )
         self._parts = [
-            (parameter, sorted(tensors[id(parameter)], key=lambda name: self._places[name][1]))
+            (parameter, sorted(tensors[id(parameter)], key=lambda name: self._places[name].first))
             for parameter in {id(parameter): parameter for parameter in self._parameters.values()}.values()
             if id(parameter) in tensors
         ]
@@ -138,6 +158,30 @@ class EngineLayout:
         self._refresh_derived()
         return held
 
+    def copy_parts(self, snapshot: Snapshot) -> tuple[dict[str, str], dict[str, str]]:
+        """Copies this rank's part of each tensor to where it belongs. Returns the digests of the parts in the
+        file, and of what has arrived, by the names of the tensors."""
+        published, held = {}, {}
+        for name in self._places:
+            pieces = self._cut_tensor(name, snapshot)
+            published[name], held[name] = copy_pieces(pieces, self._view_tensor(name))
+        for name, place in self._experts.items():
+            (piece,) = self._cut_tensor(name, snapshot)
+            published[name] = digest_pieces([piece])
+            held[name] = place.write_tensor(self._expert_matrices(place), piece)
+        self._refresh_derived()
+        return published, held
+
+    def part_digests(self, snapshot: Snapshot) -> dict[str, str]:
+        """Computes the digest of this rank's part of each tensor in the file."""
+        return {name: digest_pieces(self._cut_tensor(name, snapshot)) for name in self._entries}
+
+    def _cut_tensor(self, name: str, snapshot: Snapshot) -> list[torch.Tensor]:
+        """Returns the pieces of a published tensor that this rank holds, as views of the file."""
+        tensor = snapshot.view_tensor(name)
+        held = self._experts[name].held if name in self._experts else self._places[name].held
+        return [tensor] if held is None else held.cut_tensor(tensor)
+
     def held_digests(self) -> dict[str, str]:
         """Computes the digest of what the parameters hold now, by the names of the published tensors."""
         experts = {name: (place, self._expert_matrices(place)) for name, place in self._experts.items()}
@@ -176,31 +220,40 @@ class EngineLayout:
 
     def _expect_expert(self, entry: TensorEntry, place: ExpertPlace) -> None:
         """Raises DigestMismatch unless an expert's tensor has the shape and type that the engine holds."""
-        held = dtype_name(self._parameters[place.parameter].dtype), place.shape
+        held = dtype_name(self._parameters[place.parameter].dtype), place.published_shape
         if (entry.dtype, entry.shape) != held:
             raise _form_mismatch(entry, *held)
 
-    def _find_parameter(self, entry: TensorEntry) -> tuple[str, int]:
-        """Returns the parameter that holds a tensor, and the tensor's first row there."""
+    def _find_place(self, entry: TensorEntry) -> TensorPlace:
+        """Returns the parameter that holds a tensor, and the tensor's first row there. Raises DigestMismatch
+        for one that was published in another size."""
         *module, leaf, kind = entry.name.rsplit(".", 2)
-        if leaf not in self._packed:
-            return entry.name, 0
-        merged, parts = self._packed[leaf]
+        merged, parts = self._packed.get(leaf, (leaf, [leaf]))
         siblings = [".".join([*module, part, kind]) for part in parts[: parts.index(leaf)]]
         lacking = [name for name in siblings if name not in self._entries]
         if lacking:
             raise DigestMismatch(f"the snapshot has {entry.name} but lacks {lacking}")
-        return ".".join([*module, merged, kind]), sum(self._entries[name].shape[0] for name in siblings)
+        parameter = ".".join([*module, merged, kind])
+        if parameter not in self._slices:
+            return TensorPlace(parameter, sum(self._entries[name].shape[0] for name in siblings), None)
+        slices = self._slices[parameter]
+        held = slices[parts.index(leaf)] if len(slices) == len(parts) else join_slices(slices)
+        if len(parts) not in (1, len(slices)) or not held.fits_shape(entry.shape):
+            raise DigestMismatch(
+                f"{entry.name} was published as {entry.shape}, the engine divides {held.total} elements of "
+                f"dimension {held.dim} between its ranks"
+            )
+        return TensorPlace(parameter, held.first, held)
 
     def _view_tensor(self, tensor: str) -> torch.Tensor:
         """Returns a view of the parameter's rows that hold a published tensor now."""
-        entry, (name, first) = self._entries[tensor], self._places[tensor]
-        parameter = self._parameters.get(name)
+        entry, place = self._entries[tensor], self._places[tensor]
+        parameter, shape = self._parameters.get(place.parameter), place.cut_shape(entry.shape)
         if parameter is None:
             raise DigestMismatch(f"the engine's model has no place for the published {tensor}")
-        view = parameter.data[first : first + entry.shape[0]] if entry.shape else parameter.data
+        view = parameter.data[place.first : place.first + shape[0]] if shape else parameter.data
         held = dtype_name(view.dtype), tuple(view.shape)
-        if (entry.dtype, entry.shape) != held:
+        if (entry.dtype, shape) != held:
             raise _form_mismatch(entry, *held)
         return view
 

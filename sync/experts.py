@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sync.digest import tensor_digest
+from sync.rank_slices import RankSlice
 
 Pack = Callable[[Tensor], Tensor]
 """Maps [1, rows, columns] to the same elements in the order of a kernel."""
@@ -28,7 +29,11 @@ class ExpertPlace:
     """Name of the parameter, [experts, rows, columns]."""
     expert: int
     shape: tuple[int, ...]
+    """Shape of what is held."""
+    published_shape: tuple[int, ...]
     """Shape that must be published."""
+    held: RankSlice | None
+    """This rank's part of the published tensor; None: all of it."""
     first: int
     """First row of the matrix, where the matrix is as published."""
     elements: Tensor | None
@@ -64,13 +69,16 @@ class ExpertLayer:
     num_experts: int
     hidden: int
     intermediate: int
-    """Size as published, before any padding."""
+    """Size of this rank's part, before any padding."""
     dtype: torch.dtype
     w13: tuple[int, int]
     """Rows and columns of an expert's matrix in `w13_weight`, padded."""
     w2: tuple[int, int]
     pack: Pack | None
     """Puts a matrix into the order of the kernel that reads it; None: the order is the published one."""
+    rank: int = 0
+    """The rank, and the number of ranks that divide `intermediate`."""
+    num_ranks: int = 1
 
     def list_places(
         self, cache: dict[tuple[int, int, torch.dtype], Tensor]
@@ -79,11 +87,16 @@ class ExpertLayer:
         all layers."""
         up_proj, down_proj = (self.intermediate, self.hidden), (self.hidden, self.intermediate)
         parts = (
-            (self.gate, "w13_weight", self.w13, up_proj, 0),
-            (self.up, "w13_weight", self.w13, up_proj, self.w13[0] // 2),
-            (self.down, "w2_weight", self.w2, down_proj, 0),
+            (self.gate, "w13_weight", self.w13, up_proj, 0, 0),
+            (self.up, "w13_weight", self.w13, up_proj, 0, self.w13[0] // 2),
+            (self.down, "w2_weight", self.w2, down_proj, 1, 0),
         )
-        for leaf, parameter, matrix, shape, first in parts:
+        for leaf, parameter, matrix, shape, dim, first in parts:
+            published, held = shape, None
+            if self.num_ranks > 1:
+                total, begin = self.intermediate * self.num_ranks, self.intermediate * self.rank
+                published = (self.hidden, total) if dim else (total, self.hidden)
+                held = RankSlice(dim, total, ((begin, self.intermediate),))
             elements = None
             if self.pack is not None:
                 key = (*matrix, self.dtype)
@@ -92,7 +105,8 @@ class ExpertLayer:
                 elements = cache[key][first : first + shape[0], : shape[1]].reshape(-1)
             for expert in range(self.num_experts):
                 name = f"{self.published}.{expert}.{leaf}.weight"
-                yield name, ExpertPlace(f"{self.prefix}.{parameter}", expert, shape, first, elements)
+                matrices = f"{self.prefix}.{parameter}"
+                yield name, ExpertPlace(matrices, expert, shape, published, held, first, elements)
 
 
 def find_element_places(rows: int, columns: int, dtype: torch.dtype, pack: Pack) -> Tensor:

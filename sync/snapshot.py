@@ -183,13 +183,14 @@ class Snapshot:
                 begin = part.end
         return f", whose rows came from {', '.join(sorted(wrong))}," if wrong else ""
 
-    def attest(self) -> None:
+    def attest(self, *, map_pages: bool = True) -> None:
         """Verifies the bytes once per host: the first process does it and leaves a seal, the others wait for
         it and trust the seal.
 
         A process verifies for itself where the first one makes no progress, where the folder may only be
         read, and where the seal is another user's. Either way all pages are mapped afterwards, so that an
-        engine that uses them need not wait for the kernel. Raises DigestMismatch.
+        engine that uses them need not wait for the kernel; `map_pages=False` is for one that reads a part.
+        Raises DigestMismatch.
         """
         if self.attested:
             return
@@ -199,7 +200,8 @@ class Snapshot:
             os.stat(self.manifest.locator)
             with hold_lock(path) as seal:
                 if seal.is_own() and seal.read_text() == self._seal_text():
-                    np.frombuffer(self._map, np.uint8)[:: mmap.PAGESIZE].max()
+                    if map_pages:
+                        np.frombuffer(self._map, np.uint8)[:: mmap.PAGESIZE].max()
                 else:
                     seal.write_claim(f"verifies version {self.manifest.version}")
                     self.verify_bytes(seal.note_progress)

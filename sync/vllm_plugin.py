@@ -1,7 +1,8 @@
 """The part that runs inside vLLM's worker: takes up versions in place, and attests what the engine's
 parameters then hold.
 
-Tensor parallel size 1 only: a shard does not hold the tensors that were digested. Written against vLLM 0.32.
+`sync.vllm_ranks` does the same for a rank of an engine of several GPUs, which holds parts of the tensors that
+were digested. Written against vLLM 0.32.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,12 +17,19 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from sync.engine_layout import EngineLayout, ModelStructure
 from sync.experts import ExpertLayer
 from sync.manifest import EngineMismatch, Manifest
+from sync.rank_slices import RankSlice
 from sync.routed_experts import RoutedExpertsRecord
 from sync.snapshot import Snapshot, expect_digests
 from sync.steady_linear import steady_linear
@@ -115,7 +123,6 @@ class WeightSync:
         Mapped tensors are the verified memory itself, byte for byte; copied ones are digested where they end
         up.
         """
-        model = self.model_runner.get_model()
         layout = self._find_layout(snapshot.manifest)
         snapshot.attest()
         # Parameters may lie in the memory of the snapshot before: it is unmapped when none of them does any
@@ -125,14 +132,18 @@ class WeightSync:
             if self.is_on_cpu:
                 held = layout.map_snapshot(snapshot) if self._may_map else layout.copy_snapshot(snapshot)
             else:
-                model.load_weights(snapshot.named_tensors())
-                for module in _find_latent_attentions(model).values():
-                    # Computes the matrices that are derived of kv_b_proj anew, in place.
-                    module.process_weights_after_loading(module.kv_b_proj.weight.dtype)
+                self._load_by_vllm(snapshot)
                 held = layout.held_digests()
         if before is not None and before is not snapshot:
             before.release_memory()
         return held
+
+    def _load_by_vllm(self, snapshot: Snapshot) -> None:
+        model = self.model_runner.get_model()
+        model.load_weights(snapshot.named_tensors())
+        for module in _find_latent_attentions(model).values():
+            # Computes the matrices that are derived of kv_b_proj anew, in place.
+            module.process_weights_after_loading(module.kv_b_proj.weight.dtype)
 
     def receive_update(
         self, manifest: Manifest, update: dict[str, Any], group: dict[str, Any] | None = None
@@ -169,12 +180,48 @@ def find_structure(model: nn.Module) -> ModelStructure:
 
     Raises RuntimeError where vLLM keeps experts in a form that cannot be updated or attested.
     """
-    vocabulary_rows = {
-        f"{name}.weight": module.org_vocab_size
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, VocabParallelEmbedding)
-    }
-    return ModelStructure(vocabulary_rows, _find_latent_attentions(model), list(_find_expert_layers(model)))
+    vocabulary_rows, slices = {}, {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, VocabParallelEmbedding):
+            vocabulary_rows[f"{name}.weight"] = module.shard_indices.num_org_elements
+        for kind in ("weight", "bias"):
+            if found := _find_slices(module, kind):
+                slices[f"{name}.{kind}"] = found
+    experts = list(_find_expert_layers(model))
+    return ModelStructure(vocabulary_rows, _find_latent_attentions(model), experts, slices)
+
+
+def _find_slices(module: nn.Module, kind: str) -> tuple[RankSlice, ...]:
+    """Returns what this rank holds of the published tensors in a module's `weight` or `bias`, in the order in
+    which they lie there. Empty where it holds all of them."""
+    if getattr(module, "tp_size", 1) == 1:
+        return ()
+    match module:
+        case VocabParallelEmbedding(shard_indices=rows, org_vocab_size=total):
+            return (RankSlice(0, total, ((rows.org_vocab_start_index, rows.num_org_elements),)),)
+        case QKVParallelLinear():
+            rank, key_rank = module.tp_rank, module.tp_rank // module.num_kv_head_replicas
+            parts = [
+                (module.total_num_heads * module.head_size, module.num_heads * module.head_size, rank),
+                *(
+                    (module.total_num_kv_heads * size, module.num_kv_heads * size, key_rank)
+                    for size in (module.head_size, module.v_head_size)
+                ),
+            ]
+        case MergedColumnParallelLinear():
+            parts = [(total, total // module.tp_size, module.tp_rank) for total in module.output_sizes]
+        case ColumnParallelLinear():
+            parts = [(module.output_size, module.output_size_per_partition, module.tp_rank)]
+        case RowParallelLinear() if kind == "weight":
+            size = module.input_size_per_partition
+            return (RankSlice(1, module.input_size, ((module.tp_rank * size, size),)),)
+        case _:
+            return ()
+    found, first = [], 0
+    for total, size, rank in parts:
+        found.append(RankSlice(0, total, ((rank * size, size),), first))
+        first += size
+    return tuple(found)
 
 
 def _find_latent_attentions(model: nn.Module) -> dict[str, Any]:
@@ -220,6 +267,8 @@ def _find_expert_layers(model: nn.Module) -> Iterator[ExpertLayer]:
             w13=(w13[0], w13[1]),
             w2=(w2[0], w2[1]),
             pack=pack,
+            rank=moe.tp_rank,
+            num_ranks=moe.tp_size,
         )
 
 

@@ -21,8 +21,10 @@ ONLY_IN = {
     "vllm": {
         "generators/rendering/parsing.py",
         "generators/vllm_engine.py",
+        "generators/vllm_workers.py",
         "sync/transports/nccl_sender.py",
         "sync/vllm_plugin.py",
+        "sync/vllm_ranks.py",
     },
     "ray": {
         "scripts/slipstream/answers.py",

@@ -21,7 +21,7 @@ SHARES = (
     {"rank_gpus": 0.5, "engine_gpus": 0.5},
     {"rank_gpus": 1.0, "engine_gpus": 1.0},
     {"engine_gpus": 1 / 3},
-    {"engine_gpus": 2.0},
+    {"engine_ranks": 2},
     {"rank_gpus": 0.0},
     {"engine_gpus": 0.0},
     {"rank_memory": 0.5, "engine_memory": 0.4},
@@ -48,7 +48,7 @@ def divide(gpus: Sequence[int], wanted: RoleWishes, *, num_cpus: int = 1000) -> 
 
 def count_room(wanted: RoleWishes, *ranks: float | None, rank_memory: tuple[float | None, ...] = ()) -> int:
     """Engines that fit beside these ranks, counted one after the other."""
-    if (wanted.engine_gpus or 0) > 1:
+    if wanted.engine_ranks > 1:
         return 0
 
     def fits(engines: int) -> bool:
@@ -78,7 +78,7 @@ def is_possible(gpus: Sequence[int], wanted: RoleWishes) -> bool:
         return not ((ranks and wanted.rank_gpus) or (engines and wanted.engine_gpus))
     if ranks > sum(gpus):
         return False
-    if (each := int(wanted.engine_gpus or 0)) > 1:
+    if (each := wanted.engine_ranks) > 1 and engines:
         # Ranks are on any node that has room for all, else on those with the most.
         whole = [[number] for number, has in enumerate(gpus) if has >= ranks]
         most = sorted(range(len(gpus)), key=lambda number: -gpus[number])
@@ -118,7 +118,10 @@ def check_division(gpus: Sequence[int], wanted: RoleWishes, division: RoleDivisi
     assert len({place.memory for place in division.ranks}) <= 1, "ranks need alike"
     if any(room >= wanted.ranks for room in gpus) and of_ranks:
         assert len({place.node for place in division.ranks}) == 1, "one node has room for all ranks"
-    assert sum(division.bundles.values()) == len(division.places)
+    assert sum(division.bundles.values()) == wanted.ranks + wanted.engines * wanted.engine_ranks
+    for place in division.engines:
+        assert place.processors == wanted.engine_ranks
+        assert not place.gpus or len(place.gpus) == wanted.engine_ranks
     wished = (
         (division.ranks, wanted.rank_gpus, wanted.rank_memory),
         (division.engines, wanted.engine_gpus, wanted.engine_memory),
@@ -201,7 +204,7 @@ def test_the_defaults_work_with_any_number_of_gpus(num_gpus: int) -> None:
         ),
         (
             3,
-            "generators.gpus=2 generators.count=1",
+            "generators.tensor_parallel=2 generators.count=1",
             "GPU 0: learner-0 (100 % of memory); GPU 1 and 2: generator-0 (90 % of memory)",
         ),
         (
@@ -240,8 +243,8 @@ def test_the_division_is_the_one_that_was_drawn_by_hand(num_gpus: int, overrides
         ),
         (
             {"here": 4},
-            "generators.gpus=2",
-            r"generators.count × generators.gpus must be at most 2 .* less 1 for the ranks.* got 2 × 2",
+            "generators.tensor_parallel=2",
+            r"generators.tensor_parallel must be at most 2 .* less 1 for the ranks.* got 2 × 2",
         ),
         ({"here": 0}, "learner.gpus=1", r"learner.gpus must be 0 or null where .* got 1.0 \(no node"),
         ({"here": 0, "there": 8}, "placement.learner.pool=big", r"placement.learner must be labels .* got"),
@@ -264,6 +267,11 @@ def test_processes_beyond_the_processors_of_the_nodes_are_refused() -> None:
         divide([0], run, num_cpus=1)
     with pytest.raises(ValueError, match=r"^generators.count and eval.generators .* at most 4 .* got 6$"):
         divide([0, 0], fleet, num_cpus=2)
+    # Ranks of an engine are on one node.
+    big = RoleWishes(ranks=1, engines=2, engine_ranks=3)
+    divide([0, 0], big, num_cpus=4)
+    with pytest.raises(ValueError, match=r"at most 1 .*, of which each takes 3 of one node\), got 2$"):
+        divide([0, 0], big, num_cpus=3)
     # GPUs do not help where a node has no processor left.
     with pytest.raises(ValueError, match=r"at most 4 .* got 6$"):
         divide([8, 8], fleet, num_cpus=2)
@@ -288,7 +296,11 @@ POOLS = [
             "train0",
             "serve10 serve20 serve11",
         ),
-        ("generators.count=1 generators.gpus=2 placement.learner.pool=serve", "serve10", "train0,1"),
+        (
+            "generators.count=1 generators.tensor_parallel=2 placement.learner.pool=serve",
+            "serve10",
+            "train0,1",
+        ),
         ("learner.ranks=6 generators.count=1", "train0 train1 train2 train3 serve10 serve11", "serve20"),
         ("generators.count=2 learner.gpus=0 generators.gpus=0", "head", "head head"),
         (
@@ -310,7 +322,7 @@ POOLS = [
             "serve1 serve1 serve1 serve1 serve1",
             "train train train train train train train train",
         ),
-        ("generators.count=1 generators.gpus=4", "serve10", "train0,1,2,3"),
+        ("generators.count=1 generators.tensor_parallel=4", "serve10", "train0,1,2,3"),
     ],
 )
 def test_labels_and_strategy_choose_the_nodes(overrides: str, ranks: str, engines: str) -> None:
@@ -366,7 +378,8 @@ with run_nursery({"learner": Stage([], ["ray._private.workers.default_worker"])}
     on_cpu = place("learner.gpus=0", "generators.count=0")
     print(repr(*visible(probe(on_cpu, on_cpu.division.ranks[0]))))
     # The second node has no nursery, as in a cluster that others have started.
-    wide = place("cluster.address=auto", "learner.gpus=0", "generators.count=1", "generators.gpus=4")
+    big = ["generators.count=1", "generators.tensor_parallel=4"]
+    wide = place("cluster.address=auto", "learner.gpus=0", *big)
     (far,) = wide.division.engines
     engine = ray.remote(Probe).options(**wide.actor_options("none", far)).remote()
     print(*visible(engine), ray.get(engine.node.remote()) == far.node != wide.driver_node)

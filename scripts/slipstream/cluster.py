@@ -105,8 +105,10 @@ def run_cluster(config: Config) -> Iterator[None]:
     # Ray executes whatever is sent to its ports. Those of a cluster of our own are for this host alone: else
     # Ray takes the address by which the host reaches the network, and listens on every interface.
     ray_constants.ENABLE_RAY_CLUSTER = config.cluster.address is not None
-    # Ray counts a processor for each role. As many more may join as the host has (`scripts/scale.sh`).
-    room = num_roles + (os.cpu_count() or 1)
+    # Ray counts a processor for each role, and for each rank of an engine. As many more may join as the host
+    # has (`scripts/scale.sh`).
+    further_ranks = len(config.engine_names) * (config.generators.tensor_parallel - 1)
+    room = num_roles + further_ranks + (os.cpu_count() or 1)
     # A busy host needs longer than Ray's 30 s.
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", f"{START_S:.0f}")
     global _own_node

@@ -34,6 +34,7 @@ from generators.rewards.trial import try_reward
 from generators.task_versions import compare_versions, read_versions
 from generators.tasks import load_task
 from generators.tasks.dataset import TaskReward
+from generators.tensor_parallel import check_heads
 from generators.user_code.task_kinds import find_size, read_num_prompts, read_sources
 from learners import checkpoint
 from slipstream.continuation import COMMAND_FILE, note_command
@@ -133,6 +134,8 @@ def resolve_config(config: Config, raise_if_stopped: Callable[[], None] = lambda
         ),
         model=dataclasses.replace(config.model, path=str(resolve_model(config))),
     )
+    if not is_simulated:
+        check_heads(Path(resolved.model.path), config.generators.tensor_parallel)
     resolved = _limit_eval_prompts(resolved, task)
     PromptSupply(make_terms(resolved))  # refuses a curriculum that does not suit the sources
     return resolved, task

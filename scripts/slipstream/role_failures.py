@@ -3,6 +3,7 @@
 ValueError         the user's configuration or code: one sentence, and the run ends
 BufferGone         the run is gone, or out of reach: one sentence
 device error       the GPU has failed: the process dies, and Ray starts a generator again
+EngineDied         a process of the engine has died: the same
 anything else      a traceback; a learner's rank is started again where that may help (`supervisor.py`)
 """
 
@@ -104,12 +105,14 @@ def is_device_error(error: RuntimeError) -> bool:
 
 @contextlib.contextmanager
 def die_of_device_error() -> Iterator[None]:
-    """Ends the process when its GPU has failed. Ray starts another in its place, as long as `max_restarts`
-    lasts; an exception would not make Ray do that."""
+    """Ends the process when its GPU, or another process of its engine, has failed. Ray starts another in its
+    place, as long as `max_restarts` lasts; an exception would not make Ray do that."""
     try:
         yield
     except RuntimeError as error:
-        if not is_device_error(error):
+        from generators.engine import EngineDied  # it imports torch
+
+        if not isinstance(error, EngineDied) and not is_device_error(error):
             raise
         logging.shutdown()
         os._exit(1)

@@ -58,7 +58,9 @@ class RoleWishes:
     rank_gpus: float | None = None
     """GPUs of each rank: a part of one, or 1; 0 runs it on the CPU."""
     engine_gpus: float | None = None
-    """GPUs of each engine: a part of one, or a whole number; 0 runs it on the CPU."""
+    """GPUs of each engine: a part of one, or all of its ranks'; 0 runs it on the CPU."""
+    engine_ranks: int = 1
+    """Processes that compute together in each engine, on a GPU each where they have some."""
     rank_memory: float | None = None
     """Part of its GPU's memory, from 0 to 1."""
     engine_memory: float | None = None
@@ -83,6 +85,8 @@ class RolePlace:
     """True when other processes are on these GPUs."""
     beside_rank: bool = False
     """True when a rank of the learner is one of those."""
+    processors: int = 1
+    """Processors that Ray counts as taken."""
 
     @property
     def bundle(self) -> "Bundle":
@@ -104,8 +108,9 @@ class RoleDivision:
 
     @property
     def bundles(self) -> dict[Bundle, int]:
-        """GPUs that are taken together -> number of processes on them."""
-        return dict(sorted(Counter(place.bundle for place in self.places).items()))
+        """GPUs that are taken together -> number of processors of the processes on them."""
+        taken = Counter(place.bundle for place in self.places for _ in range(place.processors))
+        return dict(sorted(taken.items()))
 
     @property
     def places(self) -> tuple[RolePlace, ...]:
@@ -117,8 +122,8 @@ class RoleDivision:
         return list(dict.fromkeys(place.node for place in self.places))
 
     def count_processors(self, node: str) -> int:
-        """Returns the number of processes on a node: each takes a processor."""
-        return sum(place.node == node for place in self.places)
+        """Returns the number of processors that a node's processes take."""
+        return sum(place.processors for place in self.places if place.node == node)
 
     def count_gpus(self, node: str) -> int:
         """Returns the number of a node's GPUs that processes are on."""
@@ -173,6 +178,7 @@ def read_wishes(config: Config) -> RoleWishes:
         evaluators=config.eval.generators,
         rank_gpus=0.0 if learner.gpus is None and is_learner_simulated else learner.gpus,
         engine_gpus=0.0 if generators.gpus is None and is_engine_simulated else generators.gpus,
+        engine_ranks=generators.tensor_parallel,
         rank_memory=learner.gpu_memory_fraction,
         engine_memory=generators.gpu_memory_fraction,
         placement=config.placement,
@@ -196,7 +202,7 @@ def divide_roles(nodes: Sequence[NodeRoom], wanted: RoleWishes) -> RoleDivision:
         try:
             if not engines_on_gpus:
                 places.place_engines_on_cpus(for_engines)
-            elif (wanted.engine_gpus or 0) > 1:
+            elif wanted.engine_ranks > 1:
                 places.place_engines_on_whole_gpus(for_engines)
             else:
                 places.place_engines_on_shared_gpus(for_engines)
@@ -299,24 +305,23 @@ class _Division:
     def place_engines_on_cpus(self, nodes: Sequence[NodeRoom]) -> None:
         self._check_cpus(nodes)
         for _ in range(self._wanted.engines):
-            free = [node for node in nodes if self._free_cpus[node.name]]
+            free = [node for node in nodes if self._has_cpus(node)]
             self._add_engine(min(free, key=self._prefer_node), ())
 
     def place_engines_on_whole_gpus(self, nodes: Sequence[NodeRoom]) -> None:
         """Places engines of several GPUs each. They share none."""
-        wanted, each = self._wanted, round(self._wanted.engine_gpus or 0)
+        wanted, each = self._wanted, self._wanted.engine_ranks
         free = {node.name: self._list_gpus_without_rank(node) for node in nodes}
         if wanted.engines > sum(len(gpus) // each for gpus in free.values()):
             most = sum(len(gpus) // each * each for gpus in free.values())
             raise ValueError(
-                f"generators.count × generators.gpus must be at most {most} (the GPUs of nodes that may hold "
-                f"engines, in parts of {each} on one node, less {len(self._members)} for the ranks: "
-                "an engine with more than one GPU shares none), got "
-                f"{_count_engines(wanted)} × {each}"
+                f"generators.count × generators.tensor_parallel must be at most {most} (GPUs of nodes that "
+                f"may hold engines, in parts of {each} of one node, less {len(self._members)} for the ranks: "
+                f"an engine of several GPUs shares none), got {_count_engines(wanted)} × {each}"
             )
         self._check_cpus(nodes)
         for _ in range(wanted.engines):
-            able = [one for one in nodes if len(free[one.name]) >= each and self._free_cpus[one.name]]
+            able = [one for one in nodes if len(free[one.name]) >= each and self._has_cpus(one)]
             if not able:
                 raise ValueError(_describe_lack_of_cpus(wanted, nodes, len(self._engines)))
             node = min(able, key=self._prefer_node)
@@ -356,7 +361,7 @@ class _Division:
             free = [
                 number
                 for number, gpu in enumerate(gpus)
-                if held[number] < (beside if self._has_rank(gpu) else alone) and self._free_cpus[gpu[0].name]
+                if held[number] < (beside if self._has_rank(gpu) else alone) and self._has_cpus(gpu[0])
             ]
             if not free:
                 raise ValueError(_describe_lack_of_cpus(wanted, nodes, len(self._engines)))
@@ -367,8 +372,8 @@ class _Division:
     def _add_engine(self, node: NodeRoom, gpus: tuple[int, ...]) -> None:
         if gpus:
             self._members.setdefault((node.name, gpus), ([], []))[1].append(len(self._engines))
-        self._engines.append(RolePlace(node.name, gpus))
-        self._free_cpus[node.name] -= 1
+        self._engines.append(RolePlace(node.name, gpus, processors=self._wanted.engine_ranks))
+        self._free_cpus[node.name] -= self._wanted.engine_ranks
         self._num_engines[node.name] += 1
 
     def _prefer_node(self, node: NodeRoom) -> tuple[int, int]:
@@ -382,11 +387,16 @@ class _Division:
     def _list_gpus_without_rank(self, node: NodeRoom) -> list[int]:
         return [number for number in range(node.num_gpus) if not self._has_rank((node, number))]
 
+    def _has_cpus(self, node: NodeRoom) -> bool:
+        """True where one more engine finds processors."""
+        return self._free_cpus[node.name] >= self._wanted.engine_ranks
+
     def _check_cpus(self, nodes: Sequence[NodeRoom]) -> None:
         """Raises ValueError where nodes have fewer processors than processes: Ray would leave the others
         waiting for ever."""
-        if self._wanted.engines > (free := sum(self._free_cpus[node.name] for node in nodes)):
-            raise ValueError(_describe_lack_of_cpus(self._wanted, nodes, free))
+        room = sum(self._free_cpus[node.name] // self._wanted.engine_ranks for node in nodes)
+        if self._wanted.engines > room:
+            raise ValueError(_describe_lack_of_cpus(self._wanted, nodes, room))
 
     # ---- shares
 
@@ -454,9 +464,10 @@ def _describe_lack_for_ranks(wanted: RoleWishes, nodes: Sequence[NodeRoom], most
 
 def _describe_lack_of_cpus(wanted: RoleWishes, nodes: Sequence[NodeRoom], most: int) -> str:
     beside = f" beside {wanted.ranks} of the learner" if wanted.ranks else ""
+    each = f"{wanted.engine_ranks} of one node" if wanted.engine_ranks > 1 else "one"
     return (
         f"generators.count and eval.generators must be together at most {most} (the CPUs for "
-        f"engines{beside} of {_count_nodes(nodes)} in the Ray cluster, of which each takes one), got "
+        f"engines{beside} of {_count_nodes(nodes)} in the Ray cluster, of which each takes {each}), got "
         f"{wanted.engines}"
     )
 

@@ -122,8 +122,8 @@ class RolePlaces:
             # Bundles hold whole GPUs: of two bundles with fractions, Ray may put both on one GPU.
             held = {bundle: number for bundle, number in division.bundles.items() if bundle[0] == node}
             wants = [
-                {"CPU": num_processes} | ({"GPU": len(gpus)} if gpus else {})
-                for (_, gpus), num_processes in held.items()
+                {"CPU": processors} | ({"GPU": len(gpus)} if gpus else {})
+                for (_, gpus), processors in held.items()
             ]
             group = placement_group(wants, bundle_label_selector=[{"ray.io/node-id": node}] * len(wants))
             groups.append(group)
@@ -237,7 +237,7 @@ class RolePlaces:
             variables = options.get("runtime_env", {}).get("env_vars", {})
             options = {"runtime_env": {"env_vars": variables | {"CUDA_VISIBLE_DEVICES": ""}}}
         return options | {
-            "num_cpus": 1,
+            "num_cpus": place.processors,
             "num_gpus": len(place.gpus) * place.share,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 group, placement_group_bundle_index=bundle

@@ -22,4 +22,6 @@ def open_learner_ends(config: Config, folder: Path, guards: SocketGuards) -> lis
 
 
 def open_generator_end(config: Config, folder: Path, guards: SocketGuards) -> GeneratorEnd:
-    return cuda_ipc.SharedGpuEnd(tcp.open_generator_end(config, folder, guards))
+    end = tcp.open_generator_end(config, folder, guards)
+    # An engine of several GPUs shares none, and takes its parts from the host's memory.
+    return end if config.generators.tensor_parallel > 1 else cuda_ipc.SharedGpuEnd(end)
