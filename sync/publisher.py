@@ -98,7 +98,7 @@ class Publisher:
         self.incarnation = incarnation
         self.ends = [end for end in ends if adapter is None or end.carries_adapters]
         self.seconds = 0.0
-        """Seconds that training waited for the last publication."""
+        """Seconds that `publish_version` took."""
         self._keep, self._model, self._adapter = keep, model, adapter
         self._writer = SnapshotWriter()
         self.needed_versions: frozenset[int] = frozenset()
@@ -128,8 +128,7 @@ class Publisher:
         self.seconds = time.perf_counter() - began
         if len(self._published) == 1:
             log.info(
-                "version %d published: %d tensors, %.1f MB, at most %.1f MB of them gathered at a time, "
-                "in %.3f s",
+                "version %d published: %d tensors, %.1f MB, at most %.1f MB of them at a time, in %.3f s",
                 version,
                 len(manifest.tensors),
                 manifest.num_bytes / 1e6,

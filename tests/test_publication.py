@@ -7,7 +7,10 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +19,13 @@ from ranks import on_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 
+from buffers import messages as m
+from buffers.client import TakenBatch
+from buffers.trajectory import Trajectory, to_batch
 from configs.disk import DiskFull
+from configs.load import load_config
+from learners.learner import Learner
+from learners.packing import Batch
 from learners.publication import Publication
 from learners.world import World
 from sync.digest import CHUNK_BYTES, tensor_digest
@@ -26,7 +35,7 @@ from sync.publisher import Publisher
 from sync.snapshot import Snapshot, read_manifest
 from sync.snapshot_writer import SnapshotWriter
 from sync.staged_rows import StagedRows
-from sync.stream import TensorPart, choose_rows, stream_rows
+from sync.stream import TensorPart, choose_rows, stream_rows, whole_parts
 
 Weights = dict[str, Tensor]
 
@@ -229,3 +238,111 @@ def test_holders_of_the_same_rows_publish_each_of_them_once() -> None:
                 shares = [choose_rows(num_rows, row_bytes, index, count) for index in range(count)]
                 covered = [row for begin, end in shares for row in range(begin, end)]
                 assert covered == list(range(num_rows)), "few bytes are the first holder's alone"
+
+
+# ---- the learner
+
+
+class RecordingBuffer:
+    """A buffer that takes note of what it is asked, and has batches."""
+
+    def __init__(self, batch: TakenBatch, ready: bool) -> None:
+        self.batch, self.ready, self.events = batch, ready, list[str]()
+
+    def take_batch(self, step: int, wait_s: float) -> TakenBatch | m.NotReadyYet:
+        self.events.append(f"waits for {step}" if wait_s else f"asks for {step}")
+        return self.batch if self.ready or wait_s else m.NotReadyYet(waiting_for="a moment")
+
+    def call(self, request: m.Request, expect: type[Any]) -> Any:
+        match request:
+            case m.PublishVersion(version=version):
+                self.events.append(f"version {version}")
+                return m.PublishedVersion(needed_versions=[])
+            case m.ReportTrainedStep(step=step, metrics=metrics):
+                assert metrics["weights/publish_s"] >= metrics["weights/publish_copy_s"] > 0
+                self.events.append(f"step {step}")
+        return m.Acknowledged()
+
+    def exchange(self, request: m.Request, *, wait_s: float = 0.0) -> tuple[m.Reply, list[memoryview]]:
+        return m.Acknowledged(), []
+
+    def close(self) -> None: ...
+
+
+class ScriptedTrainer:
+    """Trains nothing. A step ends once the version before it is written, unless `hurries`."""
+
+    kl_coef = 0.0
+
+    def __init__(self, *, hurries: bool = False) -> None:
+        self.weights, self._hurries = torch.zeros(1000), hurries
+        self.report_progress: Callable[[], None] = lambda: None
+        self.publication: Publication | None = None
+        policy = SimpleNamespace(stream_weights=lambda: whole_parts({"w": self.weights}))
+        self.models = SimpleNamespace(policy=policy, copy_state=lambda: _write_nothing)
+
+    def train(self, batch: Batch, step: int) -> tuple[dict[str, float], int]:
+        self.weights += 1
+        assert self.publication is not None
+        while not self._hurries and self.publication.is_under_way:
+            self.report_progress()
+        return {}, 0
+
+
+def _write_nothing(folder: Path) -> list[Path]:
+    (folder / "engine").mkdir(parents=True)
+    return []
+
+
+def run_learner(
+    folder: Path, rows: list[Trajectory], *, ready: bool, hurries: bool = False, is_broken: bool = False
+) -> tuple[list[str], list[Tensor]]:
+    """Trains three steps; returns what the buffer has heard, and the weights of each version."""
+    table = pa.Table.from_batches([to_batch(rows)])
+    buffer = RecordingBuffer(TakenBatch(0, [row.group for row in rows], [], table), ready)
+    config = load_config(["run.steps=3", "eval.prompts=0"])
+    trainer: Any = ScriptedTrainer(hurries=hurries)
+    publication = trainer.publication = Publication(publisher=Publisher(folder / "w", "life", keep=9))
+    published: list[Tensor] = []
+
+    def keep(manifest: Manifest) -> str:
+        published.append(load_file(manifest.path)["w"])
+        return announce(manifest)
+
+    announce, publication.announce = publication.announce, keep  # type: ignore[method-assign]
+    if is_broken:
+        publication._write_rows = lambda *_: 1 // 0  # type: ignore[method-assign,assignment]
+    Learner(config, folder, buffer, trainer, publication, incarnation="life").run()  # type: ignore[arg-type]
+    return buffer.events, published
+
+
+@pytest.mark.parametrize("hurries", [False, True])
+def test_a_version_is_announced_beside_the_step_that_follows_it(
+    tmp_path: Path, trajectories: list[Trajectory], hurries: bool
+) -> None:
+    events, published = run_learner(tmp_path, trajectories, ready=True, hurries=hurries)
+    assert events == [
+        "asks for 0", "version 0", "step 0", "asks for 1", "version 1", "step 1", "asks for 2", "version 2",
+        "step 2", "version 3",
+    ]  # fmt: skip
+    assert [float(weights[0]) for weights in published] == [0, 1, 2, 3], "as they were when it was copied"
+
+
+def test_a_version_is_announced_before_the_learner_waits_for_a_batch(
+    tmp_path: Path, trajectories: list[Trajectory]
+) -> None:
+    events, _ = run_learner(tmp_path, trajectories, ready=False)
+    assert events == [
+        event
+        for step in range(3)
+        for event in (f"asks for {step}", f"version {step}", f"waits for {step}", f"step {step}")
+    ] + ["version 3"]
+
+
+def test_a_publication_that_fails_beside_training_ends_the_learner_with_its_traceback(
+    tmp_path: Path, trajectories: list[Trajectory]
+) -> None:
+    with pytest.raises(ZeroDivisionError) as raised:
+        run_learner(tmp_path, trajectories, ready=True, is_broken=True)
+    assert any(entry.name == "_publish_version" for entry in raised.traceback)
+    assert not (tmp_path / "w").exists(), "and nothing is left"
