@@ -78,7 +78,9 @@ def identify_memory() -> str:
 class Publication:
     """One rank's part in it."""
 
-    def __init__(self, world: World | None = None, publisher: Publisher | None = None, memory: str = "") -> None:
+    def __init__(
+        self, world: World | None = None, publisher: Publisher | None = None, memory: str = ""
+    ) -> None:
         """Collective. `world`: all ranks, in a world that only this uses, because the thread's collectives
         must not mix with training's. `publisher`: on the first rank of each host. `memory`: a name that the
         ranks of one host have in common; ranks that publish nothing may have any."""

@@ -91,7 +91,9 @@ class World:
         # Each rank fills its own span of one row of bytes, and the sum of the rows holds all messages.
         text = torch.zeros(ends[-1], dtype=torch.uint8)
         if message:
-            text[ends[self.rank] : ends[self.rank + 1]] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+            text[ends[self.rank] : ends[self.rank + 1]] = torch.frombuffer(
+                bytearray(message), dtype=torch.uint8
+            )
         whole = self.add_tensor(text).numpy().tobytes()
         return [whole[start:end] for start, end in zip(ends, ends[1:], strict=False)]
 
@@ -105,9 +107,7 @@ class World:
         data = torch.frombuffer(bytearray(b"".join(messages)) or bytearray(1), dtype=torch.uint8)
         arrived = torch.empty(int(came.sum()), dtype=torch.uint8)
         counts = came.tolist(), sent.tolist()
-        self._group.alltoall_base(
-            arrived, data[: int(sent.sum())], *counts, dist.AllToAllOptions()
-        ).wait()
+        self._group.alltoall_base(arrived, data[: int(sent.sum())], *counts, dist.AllToAllOptions()).wait()
         return [bytes(part.numpy()) for part in arrived.split(counts[0])]
 
     def broadcast_message(

@@ -195,9 +195,7 @@ class FileLayout:
         ]
         return FileParts(tuple(sources), (header, *parts))
 
-    def _pair_spans(
-        self, told: Sequence[Sequence[SpanDigests]]
-    ) -> Iterator[tuple[FileSpan, SpanDigests]]:
+    def _pair_spans(self, told: Sequence[Sequence[SpanDigests]]) -> Iterator[tuple[FileSpan, SpanDigests]]:
         left = [iter(one) for one in told]
         for span in self.spans:
             own = next(left[span.rank], SpanDigests(b"", b""))

@@ -171,9 +171,7 @@ class Publisher:
     def complete_version(self, manifest: Manifest) -> None:
         """Makes a version whose rows are written one that subscribers may read, and deletes older ones, as
         `publish_version` does. Raises DiskFull, and what `LearnerEnd.offer_version` raises."""
-        manifest = msgspec.structs.replace(
-            manifest, path=str(self.folder / Path(manifest.path).name)
-        )
+        manifest = msgspec.structs.replace(manifest, path=str(self.folder / Path(manifest.path).name))
         complete_version(self.folder, manifest)
         self._offer_version(manifest)
 

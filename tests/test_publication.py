@@ -56,7 +56,9 @@ class Mailbox:
         return exchange
 
 
-def divide(tensors: Weights, cuts: dict[str, list[int]], rank: int, dtype: torch.dtype | None) -> list[TensorPart]:
+def divide(
+    tensors: Weights, cuts: dict[str, list[int]], rank: int, dtype: torch.dtype | None
+) -> list[TensorPart]:
     """Returns a rank's parts: the rows of each tensor between two of its cuts."""
     parts = []
     for name, tensor in tensors.items():
@@ -138,7 +140,9 @@ def equal(found: Weights, expected: Weights) -> bool:
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
-def publish(publication: Publication, version: int, tensors: Weights, rank: int = 0, size: int = 1) -> Manifest:
+def publish(
+    publication: Publication, version: int, tensors: Weights, rank: int = 0, size: int = 1
+) -> Manifest:
     publication.begin_version(version, lambda: split_model(tensors, rank, size))
     manifest = publication.take_complete(wait=True)
     assert manifest is not None
@@ -167,7 +171,9 @@ def publish_on_ranks(world: World, folder: Path) -> list[tuple[str, int]]:
     return found
 
 
-def test_the_ranks_of_a_host_write_one_file_which_is_what_they_held_when_it_was_copied(tmp_path: Path) -> None:
+def test_the_ranks_of_a_host_write_one_file_which_is_what_they_held_when_it_was_copied(
+    tmp_path: Path,
+) -> None:
     expected = publish_on_ranks(World(), tmp_path / "one")
     for size in (2, 3):
         found = on_ranks(size, publish_on_ranks, tmp_path / f"ranks-{size}", tmp_path / f"many-{size}")

@@ -353,7 +353,12 @@ class Fetcher:
             pull.result()
 
     def _pull_from_relays(
-        self, address: str, sources: FileSources, name: str, find_missing: Callable[[], list[ByteRange]], keep: KeepBytes
+        self,
+        address: str,
+        sources: FileSources,
+        name: str,
+        find_missing: Callable[[], list[ByteRange]],
+        keep: KeepBytes,
     ) -> None:
         """Brings what is missing from the relays that the publisher names, one after the other: all of it, or
         less where they fail or there are none."""
