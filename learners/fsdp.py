@@ -33,8 +33,8 @@ from learners.checkpoint import StateWriter
 from learners.engine import LossFn, ModelKind, Share
 from learners.heads import LogprobHead, ValueHead
 from learners.packing import Packed, pad_packed
-from learners.routing import ForwardPass, LoadBalance, check_replay, watch_routers
 from learners.published_experts import ExpertNames, find_expert_names
+from learners.routing import ForwardPass, LoadBalance, check_replay, watch_routers
 from learners.shards import find_own_rows, sharded_like
 from learners.world import LONG_TIMEOUT, wait_for_first_rank
 from sync.stream import BUCKET_BYTES, TensorPart, stream_rows, stream_tensor, whole_parts

@@ -224,8 +224,8 @@ class Publication:
     def _log_first(self, manifest: Manifest, write_s: float) -> None:
         assert self._layout is not None and self._rows is not None
         log.info(
-            "version %d published: %d tensors, %.1f MB by %d ranks on %d hosts; this rank's %.1f MB were copied "
-            "in %.3f s, and written in %.3f s beside training",
+            "version %d published: %d tensors, %.1f MB by %d ranks on %d hosts; this rank's %.1f MB were "
+            "copied in %.3f s, and written in %.3f s beside training",
             manifest.version,
             len(manifest.tensors),
             manifest.num_bytes / 1e6,

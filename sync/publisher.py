@@ -30,6 +30,7 @@ from configs.parallel import LoraPublish
 from configs.schema import Config
 from sync.adapters import describe_adapters, merge_adapters
 from sync.announcement import announce_version
+from sync.file_layout import FileLayout
 from sync.folders import (
     OWNER,
     in_shared_memory,
@@ -41,7 +42,6 @@ from sync.folders import (
     sweep_folders,
 )
 from sync.locks import HeldLock, LockTimedOut, acquire_lock
-from sync.file_layout import FileLayout
 from sync.manifest import AdapterRecipe, FileParts, Manifest, TensorEntry, whole_digest
 from sync.model_files import copy_model_files
 from sync.patch import WORTH

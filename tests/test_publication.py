@@ -1,4 +1,4 @@
-"""All ranks publish their own rows, beside training: together they write the very file that one rank would."""
+"""All ranks publish their own rows, beside training: together they write the file that one rank would."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pyarrow as pa
 import pytest
@@ -102,10 +102,11 @@ def test_however_rows_are_divided_file_and_digests_are_those_of_one_rank(
     # Rows of a third of a chunk, so that chunks and rows end in different places.
     tensors = {f"t.{i}": torch.randn(*shape, CHUNK_BYTES // 12 + 1) for i, shape in enumerate(shapes)}
     tensors |= {"scalar": torch.tensor(3.0), "numbers": torch.arange(7)}
-    cuts = {
-        name: [0, *sorted(data.draw(st.lists(st.integers(0, len(t) if t.dim() else 1), min_size=size - 1, max_size=size - 1))), len(t) if t.dim() else 1]
-        for name, t in tensors.items()
-    }  # fmt: skip
+    cuts = {}
+    for name, tensor in tensors.items():
+        num_rows = len(tensor) if tensor.dim() else 1
+        between = st.lists(st.integers(0, num_rows), min_size=size - 1, max_size=size - 1)
+        cuts[name] = [0, *sorted(data.draw(between)), num_rows]
     folder = tmp_path_factory.mktemp("together")
     layout, told = write_together([divide(tensors, cuts, rank, dtype) for rank in range(size)], folder / "a")
     whole = divide(tensors, {name: [0, cut[-1]] for name, cut in cuts.items()}, 0, dtype)
@@ -156,7 +157,8 @@ def publish_on_ranks(world: World, folder: Path) -> list[tuple[str, int]]:
     publication, found = Publication(world, publisher, "here"), []
     for version in range(2):
         tensors = make_model(version)
-        publication.begin_version(version, lambda: split_model(tensors, world.rank, world.size))
+        parts = split_model(tensors, world.rank, world.size)
+        publication.begin_version(version, lambda parts=parts: parts)  # type: ignore[misc]
         for tensor in tensors.values():
             tensor.fill_(7)
         manifest = publication.take_complete(wait=True)
@@ -191,7 +193,7 @@ def fail_on_ranks(world: World, folder: Path, how: str) -> tuple[str, str]:
     if world.rank == 1 and how == "full":
         publication._rows.write_rows = _raise_full  # type: ignore[union-attr,method-assign]
     if world.rank == 1 and how == "dead":
-        publication._rows.write_rows = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[union-attr,method-assign,assignment,return-value]
+        publication._rows.write_rows = _die  # type: ignore[union-attr,method-assign]
     error = ""
     try:
         publish(publication, 1, make_model(1), world.rank, world.size)
@@ -202,6 +204,11 @@ def fail_on_ranks(world: World, folder: Path, how: str) -> tuple[str, str]:
         snapshot = Snapshot(read_manifest(folder / "v0-life.json"))
         snapshot.verify_bytes()
     return error, " ".join(left)
+
+
+def _die(*_: object) -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("it is dead")
 
 
 def _raise_full(*_: object) -> bytes:
@@ -275,7 +282,7 @@ class RecordingBuffer:
     def close(self) -> None: ...
 
 
-class ScriptedTrainer:
+class WaitingTrainer:
     """Trains nothing. A step ends once the version before it is written, unless `hurries`."""
 
     kl_coef = 0.0
@@ -307,7 +314,7 @@ def run_learner(
     table = pa.Table.from_batches([to_batch(rows)])
     buffer = RecordingBuffer(TakenBatch(0, [row.group for row in rows], [], table), ready)
     config = load_config(["run.steps=3", "eval.prompts=0"])
-    trainer: Any = ScriptedTrainer(hurries=hurries)
+    trainer: Any = WaitingTrainer(hurries=hurries)
     publication = trainer.publication = Publication(publisher=Publisher(folder / "w", "life", keep=9))
     published: list[Tensor] = []
 

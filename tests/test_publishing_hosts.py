@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from ranks import on_ranks
 from test_publication import equal, make_model, split_model
 

@@ -5,16 +5,17 @@ large models.
 
 Each rank is a process with its rows of a model, float32, as an engine shards it. Rank 0 has the publisher.
 
-    memcpy          all bytes, as published, copied once in memory by one thread that holds them: the yardstick
-    waits           a rank's copy of its own rows, the ranks one after the other: what each waits on a host of
-                    its own. The slowest rank's
+    memcpy          all bytes, as published, copied once in memory by one thread: the yardstick
+    waits           a rank's copy of its own rows, the ranks one after the other: what each waits on a
+                    host of its own. The slowest rank's
     waits, at once  the same, all ranks of this machine at the same time: they share its memory and cores
-    beside          the thread's part, all ranks at the same time: exchange, write and digest its rows, manifest
+    beside          the thread's part, all ranks at the same time: write and digest its rows, manifest
     rank 0 stages   bytes of its rows; `grows by` is what its process has more of memory of its own
     rank 0 writes   bytes that it writes into the file of its host
 
-Figures are the best of the rounds for memcpy and waits, and medians for the rest. The first two rounds, which
-take new memory, are left out.
+Figures are the best of the rounds for memcpy and waits, and medians for the rest. 1, 2 and 4 ranks have their
+rounds in turn, so that other work on the machine meets them alike. The first two rounds, which take new
+memory, are left out.
 """
 
 import argparse
@@ -67,8 +68,10 @@ def own_rows(size: str, rank: int, ranks: int) -> dict[str, tuple[tuple[int, int
     return rows
 
 
-def run_rank(rank: int, ranks: int, size: str, dtype: str, rounds: int, folder: str, answers: Any) -> None:
-    """Plays one rank in a process of its own."""
+def run_rank(
+    rank: int, ranks: int, size: str, dtype: str, rounds: int, folder: str, turn: Any, answers: Any
+) -> None:
+    """Plays one rank in a process of its own. `turn`: number of the round, of all groups of ranks."""
     torch.set_num_threads(1)
     world = World(rank, ranks, dist.FileStore(f"{folder}/{ranks}-{dtype}", ranks)) if ranks > 1 else World()
     rows, kind = own_rows(size, rank, ranks), getattr(torch, dtype)
@@ -79,7 +82,8 @@ def run_rank(rank: int, ranks: int, size: str, dtype: str, rounds: int, folder: 
 
     publisher = None
     if rank == 0:
-        publisher = Publisher(shared_memory_folder("benchmark-ranks"), "benchmark", keep=1)
+        name = f"benchmark-{ranks}-ranks"
+        publisher = Publisher(shared_memory_folder(name), "benchmark", keep=1)
     publication = Publication(world, publisher, "here")
     yardstick = [tensor.to(kind) for _, _, tensor in rows.values()] if ranks == 1 else []
     targets = [tensor.clone() for tensor in yardstick]
@@ -87,6 +91,8 @@ def run_rank(rank: int, ranks: int, size: str, dtype: str, rounds: int, folder: 
     before = psutil.Process().memory_full_info().uss
     seconds: dict[str, list[float]] = {"memcpy": [], "waits": [], "waits, at once": [], "beside": []}
     for version in range(rounds + WARM_ROUNDS):
+        while rank == 0 and turn.value != version * len(RANKS) + RANKS.index(ranks):
+            time.sleep(0.01)
         world.barrier()
         publication.begin_version(version, stream)
         began = time.perf_counter()
@@ -94,15 +100,19 @@ def run_rank(rank: int, ranks: int, size: str, dtype: str, rounds: int, folder: 
         seconds["beside"].append(time.perf_counter() - began)
         assert publication._rows is not None
         seconds["waits, at once"].append(publication._rows.copy_s)
-        for turn in range(ranks):
+        for place in range(ranks):
             world.barrier()
-            if turn == rank:
+            if place == rank:
                 publication._rows.copy_parts(stream())
                 seconds["waits"].append(publication._rows.copy_s)
         began = time.perf_counter()
         for target, source in zip(targets, yardstick, strict=True):
             target.copy_(source)
         seconds["memcpy"].append(time.perf_counter() - began)
+        world.barrier()
+        if rank == 0:
+            turn.value += 1
+    assert publication._rows is not None
     found = {name: min(times[WARM_ROUNDS:]) for name, times in seconds.items()}
     found["beside"] = median(seconds["beside"][WARM_ROUNDS:])
     found["stages"] = publication.metrics()["weights/staged_bytes"]
@@ -110,31 +120,34 @@ def run_rank(rank: int, ranks: int, size: str, dtype: str, rounds: int, folder: 
     found["grows by"] = psutil.Process().memory_full_info().uss - before
     world.barrier()
     publication.close()
-    answers.put((rank, found))
+    answers.put((ranks, rank, found))
 
 
-def measure_ranks(ranks: int, size: str, dtype: str, rounds: int) -> Found:
-    """Returns the slowest rank's seconds, and rank 0's bytes."""
-    folder, answers = tempfile.mkdtemp(prefix="slipstream-"), spawn.Queue()
-    arguments = (ranks, size, dtype, rounds, folder, answers)
+def measure_publication(size: str, dtype: str, rounds: int) -> dict[int, Found]:
+    """Returns by number of ranks the slowest rank's seconds, and rank 0's bytes."""
+    folder, answers, turn = tempfile.mkdtemp(prefix="slipstream-"), spawn.Queue(), spawn.Value("i", 0)
     processes = [
-        spawn.Process(target=run_rank, args=(rank, *arguments), daemon=True) for rank in range(ranks)
+        spawn.Process(
+            target=run_rank, args=(rank, ranks, size, dtype, rounds, folder, turn, answers), daemon=True
+        )
+        for ranks in RANKS
+        for rank in range(ranks)
     ]
     try:
         for process in processes:
             process.start()
-        told = dict(answers.get(timeout=300) for _ in processes)
+        told = [answers.get(timeout=600) for _ in processes]
     finally:
         for process in processes:
             process.join(5)
             process.kill()
         shutil.rmtree(folder)
-    slowest = {name: max(found[name] for found in told.values()) for name in told[0]}
-    return slowest | {name: told[0][name] for name in ("memcpy", "stages", "writes", "grows by")}
-
-
-def measure_publication(size: str, dtype: str, rounds: int) -> dict[int, Found]:
-    return {ranks: measure_ranks(ranks, size, dtype, rounds) for ranks in RANKS}
+    found = {}
+    for ranks in RANKS:
+        group = {rank: one for number, rank, one in told if number == ranks}
+        found[ranks] = {name: max(one[name] for one in group.values()) for name in group[0]}
+        found[ranks] |= {name: group[0][name] for name in ("memcpy", "stages", "writes", "grows by")}
+    return found
 
 
 def print_publication(console: Console, size: str, dtype: str, found: dict[int, Found]) -> None:
@@ -151,15 +164,17 @@ def print_publication(console: Console, size: str, dtype: str, found: dict[int, 
         )  # fmt: skip
     console.print(table)
     memcpy = found[1]["memcpy"]
+    target = " (asked for: at most 1.2)" if dtype == "float32" else ", which casts nothing"
     console.print(
-        f"{size} {dtype}: training waits {alone / memcpy:.2f} × one memcpy of {1e3 * memcpy:.1f} ms, of the same "
-        "bytes in the same process (asked for, in float32: at most 1.2)"
+        f"{size} {dtype}: training waits {alone / memcpy:.2f} × one memcpy of {1e3 * memcpy:.1f} ms, of the "
+        f"same bytes in the same process{target}"
     )
     for ranks in RANKS[1:]:
         one = found[ranks]
         console.print(
-            f"{size} {dtype}: each of {ranks} ranks waits {one['waits'] / alone:.2f} of what one alone waits (asked "
-            f"for: {1 / ranks:.2f} within 25 %), and rank 0 stages {one['stages'] / num_bytes:.2f} of the bytes"
+            f"{size} {dtype}: each of {ranks} ranks waits {one['waits'] / alone:.2f} of what one alone waits "
+            f"(asked for: {1 / ranks:.2f} within 25 %), and rank 0 stages {one['stages'] / num_bytes:.2f} of "
+            "the bytes"
         )
 
 
@@ -170,8 +185,8 @@ def print_large(console: Console, found: dict[int, Found]) -> None:
     table = Table("model", "ranks", "training waits, s", "beside, s", "a rank stages, GB",
                   "a host's shared memory, GB", title_justify="left",
                   title=f"bfloat16, at {copy / 1e9:.1f} GB/s copied and {beside / 1e9:.1f} GB/s written and "
-                  f"digested a rank, as one rank does here; hosts of {RANKS_A_HOST} ranks that keep two versions "
-                  "and a spare")  # fmt: skip
+                  f"digested a rank, as one rank does here; hosts of {RANKS_A_HOST} ranks that keep two "
+                  "versions and a spare")  # fmt: skip
     for name, num_bytes in LARGE.items():
         for ranks in (1, *LARGE_RANKS):
             own = num_bytes / ranks

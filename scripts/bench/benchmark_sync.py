@@ -48,13 +48,13 @@ from unittest.mock import patch
 import psutil
 import torch
 import zmq
-from benchmark_publication import measure_and_print
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from benchmark_publication import measure_and_print
 from configs.disk import write_all
 from generators.engine import Sample
 from generators.vllm_engine import VllmEngine
