@@ -33,8 +33,8 @@ class SyncConfig(Section):
     folder: str | None = setting(None)
     """The shared folder of `transport=disk`. Null: `<outputs>/<name>/weights`."""
     bucket_mb: int = setting(64, POSITIVE)
-    """MB of weights that the learner gathers from its ranks at a time: the memory that publishing needs
-    beside the snapshot."""
+    """MB of weights that a rank casts, or exchanges with other ranks, at a time: the memory that publishing
+    needs beside the rank's copy of its rows."""
     in_flight: bool = setting(True)
     """Load new weights between two engine steps, and keep the requests. False: an engine first finishes its
     requests."""

@@ -78,7 +78,9 @@ def identify_memory() -> str:
 class Publication:
     """One rank's part in it."""
 
-    def __init__(self, world: World | None = None, publisher: Publisher | None = None, memory: str = "") -> None:
+    def __init__(
+        self, world: World | None = None, publisher: Publisher | None = None, memory: str = ""
+    ) -> None:
         """Collective. `world`: all ranks, in a world that only this uses, because the thread's collectives
         must not mix with training's. `publisher`: on the first rank of each host. `memory`: a name that the
         ranks of one host have in common; ranks that publish nothing may have any."""
@@ -214,8 +216,25 @@ class Publication:
                 with contextlib.suppress(OSError):
                     self.publisher.drop_version(version)
             raise
+        if self.write_s is None and self._world.rank == 0:
+            self._log_first(agreed.manifest, time.perf_counter() - began)
         self.write_s = time.perf_counter() - began
         return agreed.manifest
+
+    def _log_first(self, manifest: Manifest, write_s: float) -> None:
+        assert self._layout is not None and self._rows is not None
+        log.info(
+            "version %d published: %d tensors, %.1f MB by %d ranks on %d hosts; this rank's %.1f MB were "
+            "copied in %.3f s, and written in %.3f s beside training",
+            manifest.version,
+            len(manifest.tensors),
+            manifest.num_bytes / 1e6,
+            len({span.rank for span in self._layout.spans}),
+            max(1, len(self._sources)),
+            self._rows.num_bytes / 1e6,
+            self._rows.copy_s,
+            write_s,
+        )
 
     def _begin_file(self, version: int) -> bytes:
         if self.publisher is None:

@@ -44,9 +44,7 @@ def find_expert_names(take_apart: TakeApart, shape: torch.Size) -> ExpertNames |
     digit = ".0."
     if not all(name.count(digit, name.find("experts")) == 1 for name in one):
         return None
-    names = tuple(
-        tuple(_rename(name, digit, f".{number}.") for name in one) for number in range(shape[0])
-    )
+    names = tuple(tuple(_rename(name, digit, f".{number}.") for name in one) for number in range(shape[0]))
     renamed = {name: form for each in names for name, form in zip(each, one.values(), strict=True)}
     return ExpertNames(take_apart, names) if renamed == whole else None
 

@@ -22,8 +22,11 @@ def sharded_like(tensor: DTensor, local: Tensor) -> DTensor:
 
 
 def find_own_rows(tensor: DTensor) -> tuple[int, Tensor]:
-    """Returns the rows [n, ...] that this rank publishes, and the number of the first: those of its shard, or,
-    where other ranks hold the same rows (HSDP's replicas), its share of them. It may have none."""
+    """Returns the rows [n, ...] that this rank publishes, and the number of the first.
+
+    They are those of its shard, or, where other ranks hold the same rows (HSDP's replicas), its share of
+    them. It may have none.
+    """
     mesh, local = tensor.device_mesh, tensor.to_local().detach()
     _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
     index, count = 0, 1

@@ -168,8 +168,10 @@ class FileLayout:
         return [span for span in self.spans if span.rank == rank]
 
     def describe_tensors(self, told: Sequence[Sequence[SpanDigests]]) -> tuple[TensorEntry, ...]:
-        """Returns the manifest's entries. `told`: by rank, of each of its spans, in order. Raises RuntimeError
-        where a rank says too much or too little."""
+        """Returns the manifest's entries. `told`: by rank, of each of its spans, in order.
+
+        Raises RuntimeError where a rank says too much or too little.
+        """
         digests = {begin: xxhash.xxh3_128() for begin, end in self.places.values() if begin < end}
         for span, own in self._pair_spans(told):
             digests[span.tensor].update(own.chunks)
@@ -195,12 +197,10 @@ class FileLayout:
         ]
         return FileParts(tuple(sources), (header, *parts))
 
-    def _pair_spans(
-        self, told: Sequence[Sequence[SpanDigests]]
-    ) -> Iterator[tuple[FileSpan, SpanDigests]]:
+    def _pair_spans(self, told: Sequence[Sequence[SpanDigests]]) -> Iterator[tuple[FileSpan, SpanDigests]]:
         left = [iter(one) for one in told]
         for span in self.spans:
             own = next(left[span.rank], SpanDigests(b"", b""))
             if len(own.chunks) != 16 * span.num_chunks or len(own.part) != 16:
-                raise RuntimeError(f"rank {span.rank} must digest the {span.num_chunks} chunks of {span}")
+                raise RuntimeError(f"rank {span.rank} must digest {span.num_chunks} chunks of {span}")
             yield span, own

@@ -30,6 +30,7 @@ from configs.parallel import LoraPublish
 from configs.schema import Config
 from sync.adapters import describe_adapters, merge_adapters
 from sync.announcement import announce_version
+from sync.file_layout import FileLayout
 from sync.folders import (
     OWNER,
     in_shared_memory,
@@ -41,7 +42,6 @@ from sync.folders import (
     sweep_folders,
 )
 from sync.locks import HeldLock, LockTimedOut, acquire_lock
-from sync.file_layout import FileLayout
 from sync.manifest import AdapterRecipe, FileParts, Manifest, TensorEntry, whole_digest
 from sync.model_files import copy_model_files
 from sync.patch import WORTH
@@ -98,7 +98,7 @@ class Publisher:
         self.incarnation = incarnation
         self.ends = [end for end in ends if adapter is None or end.carries_adapters]
         self.seconds = 0.0
-        """Seconds that training waited for the last publication."""
+        """Seconds that `publish_version` took."""
         self._keep, self._model, self._adapter = keep, model, adapter
         self._writer = SnapshotWriter()
         self.needed_versions: frozenset[int] = frozenset()
@@ -128,8 +128,7 @@ class Publisher:
         self.seconds = time.perf_counter() - began
         if len(self._published) == 1:
             log.info(
-                "version %d published: %d tensors, %.1f MB, at most %.1f MB of them gathered at a time, "
-                "in %.3f s",
+                "version %d published: %d tensors, %.1f MB, at most %.1f MB of them at a time, in %.3f s",
                 version,
                 len(manifest.tensors),
                 manifest.num_bytes / 1e6,
@@ -172,9 +171,7 @@ class Publisher:
     def complete_version(self, manifest: Manifest) -> None:
         """Makes a version whose rows are written one that subscribers may read, and deletes older ones, as
         `publish_version` does. Raises DiskFull, and what `LearnerEnd.offer_version` raises."""
-        manifest = msgspec.structs.replace(
-            manifest, path=str(self.folder / Path(manifest.path).name)
-        )
+        manifest = msgspec.structs.replace(manifest, path=str(self.folder / Path(manifest.path).name))
         complete_version(self.folder, manifest)
         self._offer_version(manifest)
 

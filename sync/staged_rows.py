@@ -45,7 +45,9 @@ class StagedRows:
         self._memory = torch.empty(size, dtype=torch.uint8).fill_(0)
         if size and torch.cuda.is_available():
             # Not `pin_memory=True`, which takes the next power of two.
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0)))
+            torch.cuda.check_error(
+                int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0))
+            )
         self._bytes = memoryview(self._memory.numpy())
         self.copy_s = 0.0
         """Seconds that the last copy took."""
@@ -141,9 +143,7 @@ class StagedRows:
         part = xxhash.xxh3_128_digest(b"".join(pieces))
         chunks = pieces[len(pieces) - span.num_chunks :]
         if chunks and (rest := rests.get(chunk := _last_chunk(span))):
-            chunks[-1] = xxhash.xxh3_128_digest(
-                b"".join((self._view_bytes(number, chunk, span.end), rest))
-            )
+            chunks[-1] = xxhash.xxh3_128_digest(b"".join((self._view_bytes(number, chunk, span.end), rest)))
         return SpanDigests(b"".join(chunks), part)
 
     def _write_bytes(self, file: int, number: int, begin: int, end: int) -> None:

@@ -92,4 +92,3 @@ def choose_rows(num_rows: int, row_bytes: int, index: int, count: int) -> tuple[
     if num_rows * row_bytes < count * SHARED_BYTES:
         return (0, num_rows) if index == 0 else (num_rows, num_rows)
     return num_rows * index // count, num_rows * (index + 1) // count
-

@@ -1,4 +1,4 @@
-"""All ranks publish their own rows, beside training: together they write the very file that one rank would."""
+"""All ranks publish their own rows, beside training: together they write the file that one rank would."""
 
 import errno
 import os
@@ -7,7 +7,10 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +19,13 @@ from ranks import on_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 
+from buffers import messages as m
+from buffers.client import TakenBatch
+from buffers.trajectory import Trajectory, to_batch
 from configs.disk import DiskFull
+from configs.load import load_config
+from learners.learner import Learner
+from learners.packing import Batch
 from learners.publication import Publication
 from learners.world import World
 from sync.digest import CHUNK_BYTES, tensor_digest
@@ -26,7 +35,7 @@ from sync.publisher import Publisher
 from sync.snapshot import Snapshot, read_manifest
 from sync.snapshot_writer import SnapshotWriter
 from sync.staged_rows import StagedRows
-from sync.stream import TensorPart, choose_rows, stream_rows
+from sync.stream import TensorPart, choose_rows, stream_rows, whole_parts
 
 Weights = dict[str, Tensor]
 
@@ -47,7 +56,9 @@ class Mailbox:
         return exchange
 
 
-def divide(tensors: Weights, cuts: dict[str, list[int]], rank: int, dtype: torch.dtype | None) -> list[TensorPart]:
+def divide(
+    tensors: Weights, cuts: dict[str, list[int]], rank: int, dtype: torch.dtype | None
+) -> list[TensorPart]:
     """Returns a rank's parts: the rows of each tensor between two of its cuts."""
     parts = []
     for name, tensor in tensors.items():
@@ -91,10 +102,11 @@ def test_however_rows_are_divided_file_and_digests_are_those_of_one_rank(
     # Rows of a third of a chunk, so that chunks and rows end in different places.
     tensors = {f"t.{i}": torch.randn(*shape, CHUNK_BYTES // 12 + 1) for i, shape in enumerate(shapes)}
     tensors |= {"scalar": torch.tensor(3.0), "numbers": torch.arange(7)}
-    cuts = {
-        name: [0, *sorted(data.draw(st.lists(st.integers(0, len(t) if t.dim() else 1), min_size=size - 1, max_size=size - 1))), len(t) if t.dim() else 1]
-        for name, t in tensors.items()
-    }  # fmt: skip
+    cuts = {}
+    for name, tensor in tensors.items():
+        num_rows = len(tensor) if tensor.dim() else 1
+        between = st.lists(st.integers(0, num_rows), min_size=size - 1, max_size=size - 1)
+        cuts[name] = [0, *sorted(data.draw(between)), num_rows]
     folder = tmp_path_factory.mktemp("together")
     layout, told = write_together([divide(tensors, cuts, rank, dtype) for rank in range(size)], folder / "a")
     whole = divide(tensors, {name: [0, cut[-1]] for name, cut in cuts.items()}, 0, dtype)
@@ -129,7 +141,9 @@ def equal(found: Weights, expected: Weights) -> bool:
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
-def publish(publication: Publication, version: int, tensors: Weights, rank: int = 0, size: int = 1) -> Manifest:
+def publish(
+    publication: Publication, version: int, tensors: Weights, rank: int = 0, size: int = 1
+) -> Manifest:
     publication.begin_version(version, lambda: split_model(tensors, rank, size))
     manifest = publication.take_complete(wait=True)
     assert manifest is not None
@@ -143,7 +157,8 @@ def publish_on_ranks(world: World, folder: Path) -> list[tuple[str, int]]:
     publication, found = Publication(world, publisher, "here"), []
     for version in range(2):
         tensors = make_model(version)
-        publication.begin_version(version, lambda: split_model(tensors, world.rank, world.size))
+        parts = split_model(tensors, world.rank, world.size)
+        publication.begin_version(version, lambda parts=parts: parts)  # type: ignore[misc]
         for tensor in tensors.values():
             tensor.fill_(7)
         manifest = publication.take_complete(wait=True)
@@ -158,7 +173,9 @@ def publish_on_ranks(world: World, folder: Path) -> list[tuple[str, int]]:
     return found
 
 
-def test_the_ranks_of_a_host_write_one_file_which_is_what_they_held_when_it_was_copied(tmp_path: Path) -> None:
+def test_the_ranks_of_a_host_write_one_file_which_is_what_they_held_when_it_was_copied(
+    tmp_path: Path,
+) -> None:
     expected = publish_on_ranks(World(), tmp_path / "one")
     for size in (2, 3):
         found = on_ranks(size, publish_on_ranks, tmp_path / f"ranks-{size}", tmp_path / f"many-{size}")
@@ -176,7 +193,7 @@ def fail_on_ranks(world: World, folder: Path, how: str) -> tuple[str, str]:
     if world.rank == 1 and how == "full":
         publication._rows.write_rows = _raise_full  # type: ignore[union-attr,method-assign]
     if world.rank == 1 and how == "dead":
-        publication._rows.write_rows = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[union-attr,method-assign,assignment,return-value]
+        publication._rows.write_rows = _die  # type: ignore[union-attr,method-assign]
     error = ""
     try:
         publish(publication, 1, make_model(1), world.rank, world.size)
@@ -187,6 +204,11 @@ def fail_on_ranks(world: World, folder: Path, how: str) -> tuple[str, str]:
         snapshot = Snapshot(read_manifest(folder / "v0-life.json"))
         snapshot.verify_bytes()
     return error, " ".join(left)
+
+
+def _die(*_: object) -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("it is dead")
 
 
 def _raise_full(*_: object) -> bytes:
@@ -229,3 +251,111 @@ def test_holders_of_the_same_rows_publish_each_of_them_once() -> None:
                 shares = [choose_rows(num_rows, row_bytes, index, count) for index in range(count)]
                 covered = [row for begin, end in shares for row in range(begin, end)]
                 assert covered == list(range(num_rows)), "few bytes are the first holder's alone"
+
+
+# ---- the learner
+
+
+class RecordingBuffer:
+    """A buffer that takes note of what it is asked, and has batches."""
+
+    def __init__(self, batch: TakenBatch, ready: bool) -> None:
+        self.batch, self.ready, self.events = batch, ready, list[str]()
+
+    def take_batch(self, step: int, wait_s: float) -> TakenBatch | m.NotReadyYet:
+        self.events.append(f"waits for {step}" if wait_s else f"asks for {step}")
+        return self.batch if self.ready or wait_s else m.NotReadyYet(waiting_for="a moment")
+
+    def call(self, request: m.Request, expect: type[Any]) -> Any:
+        match request:
+            case m.PublishVersion(version=version):
+                self.events.append(f"version {version}")
+                return m.PublishedVersion(needed_versions=[])
+            case m.ReportTrainedStep(step=step, metrics=metrics):
+                assert metrics["weights/publish_s"] >= metrics["weights/publish_copy_s"] > 0
+                self.events.append(f"step {step}")
+        return m.Acknowledged()
+
+    def exchange(self, request: m.Request, *, wait_s: float = 0.0) -> tuple[m.Reply, list[memoryview]]:
+        return m.Acknowledged(), []
+
+    def close(self) -> None: ...
+
+
+class WaitingTrainer:
+    """Trains nothing. A step ends once the version before it is written, unless `hurries`."""
+
+    kl_coef = 0.0
+
+    def __init__(self, *, hurries: bool = False) -> None:
+        self.weights, self._hurries = torch.zeros(1000), hurries
+        self.report_progress: Callable[[], None] = lambda: None
+        self.publication: Publication | None = None
+        policy = SimpleNamespace(stream_weights=lambda: whole_parts({"w": self.weights}))
+        self.models = SimpleNamespace(policy=policy, copy_state=lambda: _write_nothing)
+
+    def train(self, batch: Batch, step: int) -> tuple[dict[str, float], int]:
+        self.weights += 1
+        assert self.publication is not None
+        while not self._hurries and self.publication.is_under_way:
+            self.report_progress()
+        return {}, 0
+
+
+def _write_nothing(folder: Path) -> list[Path]:
+    (folder / "engine").mkdir(parents=True)
+    return []
+
+
+def run_learner(
+    folder: Path, rows: list[Trajectory], *, ready: bool, hurries: bool = False, is_broken: bool = False
+) -> tuple[list[str], list[Tensor]]:
+    """Trains three steps; returns what the buffer has heard, and the weights of each version."""
+    table = pa.Table.from_batches([to_batch(rows)])
+    buffer = RecordingBuffer(TakenBatch(0, [row.group for row in rows], [], table), ready)
+    config = load_config(["run.steps=3", "eval.prompts=0"])
+    trainer: Any = WaitingTrainer(hurries=hurries)
+    publication = trainer.publication = Publication(publisher=Publisher(folder / "w", "life", keep=9))
+    published: list[Tensor] = []
+
+    def keep(manifest: Manifest) -> str:
+        published.append(load_file(manifest.path)["w"])
+        return announce(manifest)
+
+    announce, publication.announce = publication.announce, keep  # type: ignore[method-assign]
+    if is_broken:
+        publication._write_rows = lambda *_: 1 // 0  # type: ignore[method-assign,assignment]
+    Learner(config, folder, buffer, trainer, publication, incarnation="life").run()  # type: ignore[arg-type]
+    return buffer.events, published
+
+
+@pytest.mark.parametrize("hurries", [False, True])
+def test_a_version_is_announced_beside_the_step_that_follows_it(
+    tmp_path: Path, trajectories: list[Trajectory], hurries: bool
+) -> None:
+    events, published = run_learner(tmp_path, trajectories, ready=True, hurries=hurries)
+    assert events == [
+        "asks for 0", "version 0", "step 0", "asks for 1", "version 1", "step 1", "asks for 2", "version 2",
+        "step 2", "version 3",
+    ]  # fmt: skip
+    assert [float(weights[0]) for weights in published] == [0, 1, 2, 3], "as they were when it was copied"
+
+
+def test_a_version_is_announced_before_the_learner_waits_for_a_batch(
+    tmp_path: Path, trajectories: list[Trajectory]
+) -> None:
+    events, _ = run_learner(tmp_path, trajectories, ready=False)
+    assert events == [
+        event
+        for step in range(3)
+        for event in (f"asks for {step}", f"version {step}", f"waits for {step}", f"step {step}")
+    ] + ["version 3"]
+
+
+def test_a_publication_that_fails_beside_training_ends_the_learner_with_its_traceback(
+    tmp_path: Path, trajectories: list[Trajectory]
+) -> None:
+    with pytest.raises(ZeroDivisionError) as raised:
+        run_learner(tmp_path, trajectories, ready=True, is_broken=True)
+    assert any(entry.name == "_publish_version" for entry in raised.traceback)
+    assert not (tmp_path / "w").exists(), "and nothing is left"

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from ranks import on_ranks
 from test_publication import equal, make_model, split_model
 
@@ -149,7 +148,9 @@ def test_a_host_fetches_the_parts_of_all_hosts_and_names_the_one_that_is_wrong_o
     assert found[2]["size"] == size and found[0]["allocated"] < 0.8 * size > 2 * found[2]["allocated"]
     assert found[2]["fetched"] == found[3]["fetched"] == size, "each byte comes once"
     for how in ("torn", "torn again"):
-        assert "DigestMismatch" in found[3][how] and f"rows came from {hosts[1].name} (tcp://" in found[3][how]
+        assert (
+            "DigestMismatch" in found[3][how] and f"rows came from {hosts[1].name} (tcp://" in found[3][how]
+        )
         assert hosts[0].name not in found[3][how]
     assert found[3]["gone"].startswith("LackingServer") and addresses[2] in found[3]["gone"]
     assert found[3]["dead"].startswith("SilentServer") and addresses[2] in found[3]["dead"]

@@ -31,6 +31,7 @@ SUMMARY = {
     "throughput": {"generated_tokens_per_s", "trained_tokens_per_s", "steps_per_s"},
     "data": {"sorting"}, "trackers": {"tensorboard"}, "idle": {"learner", "generators"}, "weights": {
         "updates", "bytes", "fetched_bytes", "gb_per_s", "prepare_s_mean", "pause_s_mean", "publish_s_mean",
+        "write_s_mean",
         "lag", "digest_checks", "digest_mismatches",
     },
 }  # fmt: skip

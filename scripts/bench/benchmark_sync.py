@@ -8,8 +8,8 @@ process). Every figure is the median over the rounds; the first round, which war
     memcpy          the bytes copied once in memory, in one thread: the yardstick
     write           the same into a file in shared memory that exists already: publishing cannot do
                     without it
-    publish         the learner's side: a snapshot in shared memory, digests included; training waits
-                    for it
+    publish         the learner's side, by one process in one go: a snapshot in shared memory, digests
+                    included. In a run it is written beside training, which waits for a copy alone
     verify          a host's side, once per version, beside the engine: the file's digests
     engine step     one decoding step of 8 sequences
     map             an engine's side: the snapshot's memory takes the place of the engine's own; the
@@ -26,6 +26,8 @@ process). Every figure is the median over the rounds; the first round, which war
     patch, made     the learner's side, beside training: the difference from the version before, with
                     one number in a hundred changed
     patch           the same as fetch where a host has the version before; `made` is over by then
+
+After that 1, 2 and 4 ranks publish together: see `benchmark_publication.py`.
 """
 
 import argparse
@@ -52,6 +54,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from benchmark_publication import measure_and_print
 from configs.disk import write_all
 from generators.engine import Sample
 from generators.vllm_engine import VllmEngine
@@ -353,6 +356,8 @@ def main() -> int:
     console.print(table)
     for name, cell in found.items():
         print_targets(console, name, cell)
+    for size in options.sizes:
+        measure_and_print(console, size, options.dtypes, options.rounds)
     return 0
 
 

@@ -70,6 +70,7 @@ class RunRecord:
         self._rewards: dict[int, float] = {}
         """Mean reward by step."""
         self._publish_s: list[float] = []
+        self._write_s: list[float] = []
         self._lags: dict[str, LagAccount] = {}
         """By generator, over the recorded steps at which it was heard of."""
         self._other_lags = LagAccount()
@@ -133,11 +134,9 @@ class RunRecord:
             if (entry["set"], entry["version"]) not in self._evaluations:
                 self._evaluations[entry["set"], entry["version"]] = entry
                 self._trackers.log_metrics(entry["version"], list_metrics(entry), is_evaluation=True)
-        self._publish_s += [
-            seconds
-            for record in news.records
-            if (seconds := record.metrics.get("weights/publish_s")) is not None
-        ]
+        for found, name in ((self._publish_s, "publish_s"), (self._write_s, "write_s")):
+            told = (record.metrics.get(f"weights/{name}") for record in news.records)
+            found += [seconds for seconds in told if seconds is not None]
         if news.records:
             self._note_lags(measure_lags(news.status))
             # Before the summary: a driver that is killed has recorded every step that its summary knows.
@@ -265,6 +264,7 @@ class RunRecord:
             "prepare_s_mean": news.prepare_s_mean,
             "pause_s_mean": news.pause_s_mean,
             "publish_s_mean": average_or_none(self._publish_s),
+            "write_s_mean": average_or_none(self._write_s),
             "lag": self._summarize_lags(),
             "digest_checks": news.digest_checks,
             "digest_mismatches": news.digest_mismatches,

@@ -287,7 +287,7 @@ class Fetcher:
         `sources`: where its parts are, when the publisher at `address` has not the whole file. Raises
         TransferFailed, and DiskFull.
         """
-        sources = OneSource(address) if sources is None else sources
+        where: FileSources = OneSource(address) if sources is None else sources
         part, chunks = ((self.folder / name).with_suffix(suffix) for suffix in (".part", ".chunks"))
         arrived = Extents()
         if not part.exists():
@@ -310,9 +310,9 @@ class Fetcher:
 
                 if self.serve_at and not direct:
                     self._pull_from_relays(
-                        address, sources, name, lambda: arrived.missing_ranges(num_bytes), keep_bytes
+                        address, where, name, lambda: arrived.missing_ranges(num_bytes), keep_bytes
                     )
-                missing = sources.divide_ranges(arrived.missing_ranges(num_bytes))
+                missing = where.divide_ranges(arrived.missing_ranges(num_bytes))
                 self._pull_from_sources(name, missing, keep_bytes)
         except OSError as error:
             if is_disk_full(error):
@@ -329,10 +329,10 @@ class Fetcher:
         Raises TransferFailed, which names the address, when one of them fails; what the others have sent is
         kept.
         """
-        limits = {"silence_s": self._timeout_s, "stall_s": self._timeout_s}
+        limit_s = self._timeout_s
         if len(missing) < 2:
             for address, ranges in missing.items():
-                self._puller.pull_ranges(address, name, ranges, keep, **limits)
+                self._puller.pull_ranges(address, name, ranges, keep, silence_s=limit_s, stall_s=limit_s)
             return
         lock = threading.Lock()
 
@@ -343,7 +343,9 @@ class Fetcher:
         def pull_from(address: str) -> None:
             puller = Puller(self.secure)  # one for each thread: a socket is one thread's
             try:
-                puller.pull_ranges(address, name, missing[address], keep_alone, **limits)
+                puller.pull_ranges(
+                    address, name, missing[address], keep_alone, silence_s=limit_s, stall_s=limit_s
+                )
             finally:
                 puller.close()
 
@@ -353,7 +355,12 @@ class Fetcher:
             pull.result()
 
     def _pull_from_relays(
-        self, address: str, sources: FileSources, name: str, find_missing: Callable[[], list[ByteRange]], keep: KeepBytes
+        self,
+        address: str,
+        sources: FileSources,
+        name: str,
+        find_missing: Callable[[], list[ByteRange]],
+        keep: KeepBytes,
     ) -> None:
         """Brings what is missing from the relays that the publisher names, one after the other: all of it, or
         less where they fail or there are none."""
