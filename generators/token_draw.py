@@ -24,7 +24,7 @@ CHUNK_ELEMENTS = 1 << 24
 """Probabilities that are added up in float64 at a time: 128 MB."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class DrawingSample:
     """A sample in the engine: its own random numbers, and what was drawn so far."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from generators.engine import Engine, Sample
+from generators.engine import Completion, Engine, Sample
 
 TOLERANCE = {torch.float32: 1e-4}
 """Largest mean of |log-probability of the engine − log-probability of the forward pass| at temperature 1.
@@ -29,7 +29,8 @@ def check_numbers(engine: Engine, model: Any, max_model_len: int, temperature: f
     random = torch.Generator().manual_seed(0)
     lengths = [min(max_model_len, length) for length in LENGTHS]
     prompts = [torch.randint(vocabulary, (n - max(1, n // 3),), generator=random).tolist() for n in lengths]
-    done, differences = {}, []
+    done: dict[int, Completion] = {}
+    differences = []
     try:
         for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
             count = length - len(prompt)

@@ -180,7 +180,7 @@ class TransformersEngine:
 
     def shutdown(self) -> None:
         """Gives the memory of the cache back. No thread and no process is left to end."""
-        del self._batches
+        del self._batches, self._manager
 
     def _open_batches(self, page: int, num_pages: int) -> ContinuousBatchProcessor:
         """Makes the cache, and what transformers keeps for its batches, without its thread."""

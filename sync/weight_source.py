@@ -8,7 +8,7 @@ from sync.snapshot import SnapshotLoader
 
 class EngineWeights(SnapshotLoader, Protocol):
     """The weights of an inference engine, as a source sees them. `sync.vllm_plugin.WeightSync` implements it
-    inside vLLM's worker.
+    inside vLLM's worker, `sync.transformers_weights.TransformersWeights` on a model of transformers.
 
     Digests are returned by the names of the manifest's tensors.
     """

@@ -1,4 +1,4 @@
-"""What every real engine must do: versions in flight, digests, samples and log-probabilities.
+"""The claims on every real engine: versions in flight, digests, samples and log-probabilities.
 
 A test module imports these tests, and has fixtures of these names of its own: `tied` has a tied head and an
 end of sequence, `untied` has neither, `recompute` has a tied head, computes KV anew and samples at

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 SERVERS = "bad_weights chaos closed episodes fuzz heartbeat sync transports"
 RANKS = (
     "checkpoint export families fsdp learner lora megatron mixtures models parity same_numbers shards step "
-    "stream vllm_engine world recipes"
+    "stream transformers_engine vllm_engine world recipes"
 )
 
 

@@ -49,8 +49,10 @@ SERVED = {
     name: FAMILIES[name]
     for name in ("mistral, window", "mixtral, window", "qwen3_moe", "gemma2", "granite", "cohere2", "smollm3")
 } | {
-    # vLLM has no such model.
+    # vLLM has no such model of its own.
     "helium": Family("helium", HEAD),
+    # Stacked experts that are published stacked, which our way into vLLM has no place for.
+    "granitemoe": Family("granitemoe", dict(num_local_experts=4, num_experts_per_tok=2, logits_scaling=0.5)),
     # A router's correction bias is a buffer, in float32.
     "glm4_moe": Family(
         "glm4_moe",

@@ -81,7 +81,7 @@ def measure_engine(name: str, model: Path, samples: int, prompt: int, reply: int
 
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         publisher, weights = Publisher(Path(folder), "benchmark"), load_file(model / "model.safetensors")
-        versions = [Snapshot(publisher.publish_version(v, whole_parts(weights))) for v in range(2)]
+        versions = [Snapshot(publisher.publish_version(v, whole_parts(weights))) for v in range(3)]
         for version in versions:
             version.attest()
         engine.load_version(versions[0])
@@ -99,7 +99,7 @@ def measure_engine(name: str, model: Path, samples: int, prompt: int, reply: int
                 steps += 1
                 if steps == reply // 2:
                     at = time.perf_counter()
-                    engine.load_version(versions[1 - turn])
+                    engine.load_version(versions[1 + turn])
                     spent = time.perf_counter() - at
             tokens_per_s = samples * reply / (time.perf_counter() - began - spent)
         publisher.close()

@@ -66,14 +66,19 @@ def must_agree(found: Any, expected: Any, dtype: str) -> str:
     return words
 
 
-def check_engine(dtype: str) -> str:
-    """Lets vLLM load a published version, attest it, and sample from it."""
+def check_engine(dtype: str, kind: str = "vllm") -> str:
+    """Lets an engine load a published version, attest it, and sample from it."""
     # fmt: off
+    engine: Any
+    if kind == "vllm":
+        from generators.vllm_engine import VllmEngine as engine  # first: it sets what torch reads
+    else:
+        from generators.transformers_engine import TransformersEngine as engine
+
     import torch
     from safetensors.torch import load_file
 
     from generators.engine import Sample
-    from generators.vllm_engine import VllmEngine  # first: it sets what torch reads when it is imported
     from sync.publisher import Publisher
     from sync.snapshot import Snapshot
     from sync.stream import whole_parts
@@ -82,7 +87,7 @@ def check_engine(dtype: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model")
         fraction = 0.2 if torch.cuda.is_available() else None
-        served = VllmEngine(
+        served = engine(
             str(model),
             dtype=dtype,
             max_model_len=max(LENGTHS),

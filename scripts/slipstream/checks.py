@@ -53,6 +53,7 @@ CHECKS = [
     Check("GPU", check_gpus, gpu=True),
     Check("engine, float32", partial(check_engine, "float32"), deadline_s=180),
     Check("engine, bfloat16", partial(check_engine, "bfloat16"), deadline_s=180),
+    Check("engine, transformers", partial(check_engine, "float32", "transformers"), deadline_s=120),
     Check("learner, FSDP2, packed_sdpa", partial(check_learner, attention="packed_sdpa"), deadline_s=120),
     Check("learner, two ranks", check_ranks, deadline_s=120),
     Check("learner, LoRA", adapters),

@@ -67,12 +67,17 @@ def nursery_stages(config: Config) -> dict[str, Stage]:
         case EngineKind.simulated:
             generator += ["generators.simulated_engine"]
         case EngineKind.transformers:
-            generator += ["generators.transformers_engine"]
+            generator += [
+                "generators.transformers_engine",
+                "transformers.models.auto.modeling_auto",
+                "transformers.models.auto.tokenization_auto",
+            ]
         case EngineKind.vllm:
             generator += ["generators.vllm_engine", *LATE_IN_VLLM]
-            # Only a task of ours: nobody knows which threads the import of another one starts.
-            if (Path(tasks.__path__[0]) / f"{config.task.name}.py").is_file():
-                generator += [f"generators.tasks.{config.task.name}"]
+    is_own_task = (Path(tasks.__path__[0]) / f"{config.task.name}.py").is_file()
+    # Only a task of ours: nobody knows which threads the import of another one starts.
+    if config.generators.engine is not EngineKind.simulated and is_own_task:
+        generator += [f"generators.tasks.{config.task.name}"]
     worker = ["ray._private.workers.default_worker", "slipstream.roles"]
     return {
         "buffer": Stage(["buffers.server"], worker),

@@ -117,7 +117,9 @@ def open_task(overrides: Sequence[str]) -> tuple[Config, Any]:
     folder = find_resumed_folder(overrides)
     config = load_config(overrides) if folder is None else load_resumed_config(folder, overrides)
     if config.generators.engine is EngineKind.simulated:
-        raise ValueError("generators.engine must be vllm for a preview (a simulated one makes no prompts)")
+        raise ValueError(
+            "generators.engine must be vllm or transformers for a preview (a simulated one makes no prompts)"
+        )
     used = dataclasses.replace(config, learner=LearnerConfig(), tracking=TrackingConfig(), eval=EvalConfig())
     require_extras(used)
     return resolve_config(config)
