@@ -299,8 +299,8 @@ class MemoryMeter:
 
 def describe_parts(parts: dict[str, float]) -> str:
     """Returns a sum for people: `weights 1.0 GiB + head 3.0 GiB = 4.0 GiB`."""
-    words = " + ".join(f"{name} {format_bytes(part)}" for name, part in parts.items() if part)
-    return f"{words} = {format_bytes(sum(parts.values()))}"
+    found = [f"{name} {format_bytes(part)}" for name, part in parts.items() if part]
+    return " + ".join(found) + (f" = {format_bytes(sum(parts.values()))}" if len(found) > 1 else "")
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -2,6 +2,7 @@
 proposes."""
 
 import dataclasses
+import itertools
 import json
 import re
 import shlex
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pages import ROOT, read_blocks
 from public_models import PUBLIC_MODELS
 
 from configs.load import load_config
@@ -114,13 +116,15 @@ def test_what_cannot_fit_is_refused_with_role_place_and_bytes(say: Callable[...,
     status, said = say("Qwen3-8B", "--gpus 8 --gpu-memory 40")
     assert status == 1
     assert re.search(
-        r"learner-0 must fit into 38.0 GiB of GPU 0 of host 0, which has 40.0 GiB, got 2\d\d.\d GiB: "
-        r"weights 30.5",
+        r"learner-0 must fit into 38.0 GiB of GPU 0 of host 0, which has 40.0 GiB, "
+        r"got weights 30.5 GiB \+ .* = 2\d\d.\d GiB",
         said,
     )
     status, said = say("Qwen3-8B", "learner.ranks=4 --gpus 8 --host-memory 300")
     assert status == 1
-    assert re.search(r"the roles of host 0 must fit into its 300.0 GiB of memory, got \d+.\d GiB", said)
+    assert re.search(
+        r"the roles of host 0 must fit into its 300.0 GiB of memory, got learner: .* = \d+.\d GiB", said
+    )
     assert (
         "learner.ranks and placement.critic_ranks must be together at most 2"
         in (say("Qwen3-8B", "learner.ranks=4 --gpus 2")[1])
@@ -155,6 +159,17 @@ def test_words_for_hardware_are_checked(say: Callable[..., tuple[int, str]]) -> 
     for words in ("--gpus -1", "--hosts 0", "--gpu-memory nan", "--disk-rate 0", "--gpu 8x"):
         with pytest.raises(SystemExit, match="2"):
             say("Qwen3-8B", words)
+
+
+def test_the_page_shows_what_the_command_prints(say: Callable[..., tuple[int, str]]) -> None:
+    blocks = read_blocks((ROOT / "docs" / "big-models.md").read_text())
+    shown = [(one.code, two.code) for one, two in itertools.pairwise(blocks) if two.language == "text"]
+    assert len(shown) == 3
+    for typed, printed in shown:
+        words = shlex.split(typed.replace("\\\n", ""))
+        assert words[:2] == ["scripts/launch.sh", "--plan"]
+        name = words[2].removeprefix("model.path=models/")
+        assert say(name, shlex.join(words[3:]))[1].endswith(printed)
 
 
 # ---- one arithmetic
