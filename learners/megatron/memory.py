@@ -39,7 +39,7 @@ class StageSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronRank:
-    """What a rank has to hold besides its layout."""
+    """The load of a rank, whatever its layout."""
 
     ranks: int
     """Ranks of the learner."""

@@ -75,7 +75,7 @@ class PlannedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleNeeds:
-    """What one process, or one engine, needs."""
+    """Needs of one process, or of one engine."""
 
     name: str
     host: int
