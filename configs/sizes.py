@@ -77,6 +77,17 @@ FAMILIES = {
 """By `model_type`."""
 
 
+SIZE_KEYS = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size",
+    "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "num_experts",
+    "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "decoder_sparse_step",
+    "first_k_dense_replace", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim",
+    "v_head_dim",
+)  # fmt: skip
+"""Keys of a Hugging Face configuration whose numbers count."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
     """Sizes of one layer, in elements."""
@@ -208,6 +219,11 @@ def count_sizes(hf: dict[str, Any]) -> Sizes:
             f"model_type of a model must be one of {', '.join(FAMILIES)} for its sizes to be counted, "
             f"got {kind}"
         )
+    for key in SIZE_KEYS:
+        least = 1 if key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size") else 0
+        value = hf.get(key)
+        if value is not None and (not isinstance(value, int) or value < least):
+            raise ValueError(f"{key} of a model must be a whole number of at least {least}, got {value!r}")
     try:
         return _count_family(hf, FAMILIES[kind])
     except KeyError as error:

@@ -117,6 +117,9 @@ def test_what_cannot_be_counted_is_refused_by_name(tmp_path: Path) -> None:
         )
     with pytest.raises(ValueError, match="must have num_experts, got one without"):
         count_sizes(PUBLIC_MODELS["Qwen3-8B"] | {"model_type": "qwen3_moe"})
+    for key, value in (("num_hidden_layers", 0), ("hidden_size", "4096"), ("head_dim", -1)):
+        with pytest.raises(ValueError, match=f"{key} of a model must be a whole number of at least"):
+            count_sizes(PUBLIC_MODELS["Qwen3-8B"] | {key: value})
     for text, wrong in (("{", "must be JSON"), ("[1]", "must be a JSON object, got list")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=wrong):

@@ -22,6 +22,7 @@ from configs.sizes import count_sizes, find_config_file, read_model_config
 from slipstream.plan_hardware import add_arguments, read_hardware, read_rates
 from slipstream.plan_layout import PlannedModel, plan_run
 from slipstream.plan_report import print_plan, print_proposal
+from slipstream.stop_signals import KILLED
 
 FLAG = "--plan"
 
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str]) -> int:
             sys.stdout.flush()
             print_proposal(config, model, hardware)
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        return KILLED
     except BrokenPipeError:
         # A reader has left early, such as `head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
