@@ -79,11 +79,10 @@ FAMILIES = {
 
 SIZE_KEYS = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "vocab_size",
-    "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "num_experts",
-    "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "decoder_sparse_step",
-    "first_k_dense_replace", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim",
-    "v_head_dim",
+    "vocab_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size",
+    "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
+    "decoder_sparse_step", "first_k_dense_replace", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim",
+    "qk_nope_head_dim", "v_head_dim",
 )  # fmt: skip
 """Keys of a Hugging Face configuration whose numbers count."""
 
@@ -175,6 +174,16 @@ class Sizes:
     def lora_parameters_per_rank(self) -> int:
         """Parameters of adapters of rank 1 on all linear layers."""
         return sum(layer.adapters for layer in self.layers)
+
+    def count_repeated_kv(self, tensor: int, ranks: int) -> int:
+        """Counts the elements of keys and values that one token has in a layer more than once, where `ranks`
+        ranks share a sequence: each computes whole heads of a tensor-parallel rank's, so those of keys and
+        values are repeated where there are too few."""
+        heads, key_heads = self.num_heads // tensor, max(1, self.num_key_value_heads // tensor)
+        if self.layers[0].key_value == 0 or key_heads % ranks == 0:
+            return 0
+        exchanged = ranks if ranks % key_heads == 0 else heads
+        return self.head_kv * (exchanged - key_heads)
 
     @property
     def num_experts(self) -> int:

@@ -155,6 +155,14 @@ def test_a_tokens_kv_is_what_vllm_keeps_of_it(name: str, tensor_parallel: int, e
     assert count_kv_token_bytes(sizes, 2, tensor_parallel) == 2 * elements * sizes.num_layers
 
 
+def test_heads_that_ranks_of_a_sequence_repeat_are_counted() -> None:
+    """Qwen3-8B has 32 heads, and 8 of keys and values, of 128 each."""
+    sizes = sizes_of("Qwen3-8B")
+    for tensor, ranks, heads in ((1, 8, 0), (1, 16, 8), (1, 32, 24), (4, 2, 0), (4, 8, 6), (8, 4, 3)):
+        assert sizes.count_repeated_kv(tensor, ranks) == 2 * 128 * heads
+    assert sizes_of("DeepSeek-V3").count_repeated_kv(1, 64) == 0, "its attention has as many of both"
+
+
 def test_kv_comes_in_whole_blocks() -> None:
     assert count_kv_tokens(100 * 1000, 1000) == 96 and count_kv_tokens(15_999, 1000) == 0
 

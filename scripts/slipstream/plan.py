@@ -92,8 +92,10 @@ def explain_path(path: str) -> str:
     """Returns where a configuration comes from, for what looks like a name on the hub."""
     if path == "tiny" or path.count("/") != 1 or Path(path).parent.exists():
         return ""
-    name = path.partition("/")[2]
-    return f" (`hf download {path} config.json --local-dir models/{name}` brings one from the hub)"
+    owner, _, name = path.partition("/")
+    # A recipe's file names the owner of its model.
+    wanted = f"OWNER/{name}" if owner == "models" else path
+    return f" (`hf download {wanted} config.json --local-dir models/{name}` brings one from the hub)"
 
 
 if __name__ == "__main__":

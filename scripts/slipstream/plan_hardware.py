@@ -51,10 +51,14 @@ class Hardware:
         return self.hosts * self.gpus
 
     def __str__(self) -> str:
-        hosts = f"{self.hosts} host{'s' if self.hosts > 1 else ''}"
-        gpus = f"{self.gpus} GPUs of {self.gpu_bytes / GIB:.1f} GiB" if self.gpus else "no GPU"
+        hosts = "1 host" if self.hosts == 1 else f"{self.hosts} hosts, each"
+        gpus = (
+            f"{self.gpus} GPU{'s' if self.gpus > 1 else ''} of {self.gpu_bytes / GIB:.1f} GiB"
+            if self.gpus
+            else "no GPU"
+        )
         return (
-            f"{hosts}, each with {gpus} and {self.host_bytes / GIB:,.0f} GiB of memory "
+            f"{hosts} with {gpus} and {self.host_bytes / GIB:,.0f} GiB of memory "
             f"({self.shared_bytes / GIB:,.0f} in {SHARED_MEMORY})"
         )
 
