@@ -131,12 +131,19 @@ def test_what_cannot_fit_is_refused_with_role_place_and_bytes(say: Callable[...,
     )
 
 
+def test_rules_on_a_models_sizes_are_asked_too(say: Callable[..., tuple[int, str]]) -> None:
+    many = "learner.engine=megatron learner.ranks=128 learner.megatron.pipeline_parallel=128"
+    status, said = say("Qwen3-8B", f"{many} --gpus 8 --hosts 16")
+    assert status == 1 and "pipeline_parallel must divide the number of layers, got 128 for 36" in said
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         ("model.path=tiny", "model.path must be a Hugging Face folder or a config.json for a plan, got tiny"),
         ("model.path=Qwen/Qwen3-8B", "hf download Qwen/Qwen3-8B config.json"),
         ("learner.rank=3", "learner.rank must be a configuration key"),
+        ("placement.mode=colocated --gpus 8 --hosts 2", "--hosts must be 1 with placement.mode=colocated"),
         ("learner.engine=simulated generators.engine=simulated", "must be fsdp or megatron to be planned"),
     ],
 )
@@ -156,7 +163,7 @@ def test_a_kind_of_model_that_is_not_known_is_named(
 
 
 def test_words_for_hardware_are_checked(say: Callable[..., tuple[int, str]]) -> None:
-    for words in ("--gpus -1", "--hosts 0", "--gpu-memory nan", "--disk-rate 0", "--gpu 8x"):
+    for words in ("--gpus -1", "--hosts 0", "--gpu-memory nan", "--disk-rate 0", "--gpus 8x"):
         with pytest.raises(SystemExit, match="2"):
             say("Qwen3-8B", words)
 

@@ -130,6 +130,8 @@ def _count_activations(sizes: Sizes, layout: MegatronConfig, rank: MegatronRank,
     repeated = tokens * sizes.count_repeated_kv(layout.tensor_parallel, layout.context_parallel)
     if rank.checkpoints_activations:
         inputs = sizes.hidden * len(layers) * under_way
-        return divided * (inputs + max(layer.activations for layer in layers)) + gathered + repeated
+        return (
+            divided * (inputs + max((layer.activations for layer in layers), default=0)) + gathered + repeated
+        )
     kept = divided * sum(layer.activations for layer in layers) + repeated * len(layers)
     return kept * under_way + gathered

@@ -17,6 +17,7 @@ from pathlib import Path
 from configs.generators import EngineKind
 from configs.learner import LearnerKind
 from configs.load import find_resumed_folder, load_config, load_resumed_config
+from configs.placement import PlacementMode
 from configs.schema import Config
 from configs.sizes import count_sizes, find_config_file, read_model_config
 from slipstream.plan_hardware import add_arguments, read_hardware, read_rates
@@ -33,6 +34,11 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config = load_planned_config(told.overrides)
         model = read_model(config)
+        if told.hosts > 1 and config.placement.mode is PlacementMode.colocated:
+            raise ValueError(
+                "--hosts must be 1 with placement.mode=colocated (learner and engines are on one host), "
+                f"got {told.hosts}"
+            )
     except (ValueError, OSError) as error:
         print(f"No plan can be made:\n{error}", file=sys.stderr)
         return 2

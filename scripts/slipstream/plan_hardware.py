@@ -12,6 +12,7 @@ from sync.folders import SHARED_MEMORY
 GIB = 2**30
 GPUS, GPU_GIB = 8, 80.0
 """GPUs of a host, and memory of one, that nobody describes."""
+MOST_HOSTS = 4096
 HOST_GIB_PER_GPU = 256.0
 """Memory of a host that nobody describes, for each of its GPUs."""
 
@@ -66,7 +67,7 @@ class Hardware:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the words for hardware and rates."""
     machine = parser.add_argument_group("hardware (this machine's, where nothing is said)")
-    machine.add_argument("--hosts", type=_positive_whole, default=1, help="number of hosts, all alike")
+    machine.add_argument("--hosts", type=_number_of_hosts, default=1, help="number of hosts, all alike")
     machine.add_argument("--gpus", type=_whole, help="GPUs of each host; 0: all runs on CPUs")
     machine.add_argument("--gpu-memory", type=_positive, metavar="GIB", help="of each GPU")
     machine.add_argument("--host-memory", type=_positive, metavar="GIB", help="of each host")
@@ -146,7 +147,7 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _positive_whole(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text}")
+def _number_of_hosts(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= MOST_HOSTS:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {MOST_HOSTS}, got {text}")
     return int(text)

@@ -191,11 +191,6 @@ def divide_hosts(config: Config, hardware: Hardware) -> RoleDivision:
     wishes = read_wishes(config)
     if config.placement.mode is not PlacementMode.colocated:
         return divide_roles(nodes, wishes)
-    if hardware.hosts > 1:
-        raise ValueError(
-            "--hosts must be 1 with placement.mode=colocated (learner and engines are on one host), "
-            f"got {hardware.hosts}"
-        )
     alone = divide_roles(nodes, dataclasses.replace(wishes, engines=0, evaluators=0))
     return _seat_colocated_engines(alone, wishes.engines, generators.tensor_parallel, wishes.evaluators)
 

@@ -45,7 +45,9 @@ def print_proposal(config: Config, model: PlannedModel, hardware: Hardware) -> N
     """Prints the nearest layout that fits, or what would."""
     proposal = propose_layout(config, model, hardware)
     if proposal is None:
-        print("\nNo layout that was looked at fits such hosts, however many there are.")
+        is_one = config.placement.mode is PlacementMode.colocated
+        where = "such a host" if is_one else "such hosts, however many there are"
+        print(f"\nNo layout that was looked at fits {where}.")
         if hardware.gpus:
             print(f"  On a GPU {describe_least(config, model, hardware)}.")
         return
