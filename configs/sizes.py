@@ -23,7 +23,7 @@ class HeadNorms(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class FamilyShape:
     """The ways in which models of one `model_type` differ from Llama without biases."""
 
     norms: int = 2
@@ -53,28 +53,38 @@ class Family:
 
 
 FAMILIES = {
-    "llama": Family(may_bias_mlp=True),
-    "mistral": Family(bias_key=None),
-    "mixtral": Family(bias_key=None, is_mixture=True),
-    "qwen2": Family(bias_key=None, has_bias=True, biases_output=False),
-    "qwen2_moe": Family(bias_key="qkv_bias", has_bias=True, biases_output=False, is_mixture=True),
-    "qwen3": Family(head_norms=HeadNorms.dimension, head_dim=128),
-    "qwen3_moe": Family(head_norms=HeadNorms.dimension, is_mixture=True),
-    "gemma": Family(ties=True, head_dim=256),
-    "gemma2": Family(norms=4, ties=True, head_dim=256),
-    "gemma3_text": Family(norms=4, head_norms=HeadNorms.dimension, ties=True, head_dim=256),
-    "granite": Family(may_bias_mlp=True),
-    "cohere": Family(norms=1, head_norms=HeadNorms.width, head_norms_key="use_qk_norm", ties=True),
-    "cohere2": Family(norms=1, ties=True, head_dim=128),
-    "phi3": Family(bias_key=None, fuses_mlp=True, fuses_attention=True),
-    "olmo2": Family(head_norms=HeadNorms.width),
-    "olmo3": Family(head_norms=HeadNorms.width),
-    "smollm3": Family(ties=True, may_bias_mlp=True),
-    "glm4": Family(norms=4, has_bias=True, biases_output=False, head_dim=128, fuses_mlp=True),
-    "exaone4": Family(head_norms=HeadNorms.dimension, bias_key=None),
-    "deepseek_v3": Family(is_mixture=True, has_latent_attention=True),
+    "llama": FamilyShape(may_bias_mlp=True),
+    "mistral": FamilyShape(bias_key=None),
+    "mixtral": FamilyShape(bias_key=None, is_mixture=True),
+    "qwen2": FamilyShape(bias_key=None, has_bias=True, biases_output=False),
+    "qwen2_moe": FamilyShape(bias_key="qkv_bias", has_bias=True, biases_output=False, is_mixture=True),
+    "qwen3": FamilyShape(head_norms=HeadNorms.dimension, head_dim=128),
+    "qwen3_moe": FamilyShape(head_norms=HeadNorms.dimension, is_mixture=True),
+    "gemma": FamilyShape(ties=True, head_dim=256),
+    "gemma2": FamilyShape(norms=4, ties=True, head_dim=256),
+    "gemma3_text": FamilyShape(norms=4, head_norms=HeadNorms.dimension, ties=True, head_dim=256),
+    "granite": FamilyShape(may_bias_mlp=True),
+    "cohere": FamilyShape(norms=1, head_norms=HeadNorms.width, head_norms_key="use_qk_norm", ties=True),
+    "cohere2": FamilyShape(norms=1, ties=True, head_dim=128),
+    "phi3": FamilyShape(bias_key=None, fuses_mlp=True, fuses_attention=True),
+    "olmo2": FamilyShape(head_norms=HeadNorms.width),
+    "olmo3": FamilyShape(head_norms=HeadNorms.width),
+    "smollm3": FamilyShape(ties=True, may_bias_mlp=True),
+    "glm4": FamilyShape(norms=4, has_bias=True, biases_output=False, head_dim=128, fuses_mlp=True),
+    "exaone4": FamilyShape(head_norms=HeadNorms.dimension, bias_key=None),
+    "deepseek_v3": FamilyShape(is_mixture=True, has_latent_attention=True),
 }
 """By `model_type`."""
+
+
+SIZE_KEYS = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size",
+    "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
+    "decoder_sparse_step", "first_k_dense_replace", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim",
+    "qk_nope_head_dim", "v_head_dim",
+)  # fmt: skip
+"""Keys of a Hugging Face configuration whose numbers count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +175,16 @@ class Sizes:
         """Parameters of adapters of rank 1 on all linear layers."""
         return sum(layer.adapters for layer in self.layers)
 
+    def count_repeated_kv(self, tensor: int, ranks: int) -> int:
+        """Counts the elements of keys and values that one token has in a layer more than once, where `ranks`
+        ranks share a sequence: each computes whole heads of a tensor-parallel rank's, so those of keys and
+        values are repeated where there are too few."""
+        heads, key_heads = self.num_heads // tensor, max(1, self.num_key_value_heads // tensor)
+        if self.layers[0].key_value == 0 or key_heads % ranks == 0:
+            return 0
+        exchanged = ranks if ranks % key_heads == 0 else heads
+        return self.head_kv * (exchanged - key_heads)
+
     @property
     def num_experts(self) -> int:
         """Experts of a layer; 0 where the model is no mixture."""
@@ -208,13 +228,18 @@ def count_sizes(hf: dict[str, Any]) -> Sizes:
             f"model_type of a model must be one of {', '.join(FAMILIES)} for its sizes to be counted, "
             f"got {kind}"
         )
+    for key in SIZE_KEYS:
+        least = 1 if key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size") else 0
+        value = hf.get(key)
+        if value is not None and (not isinstance(value, int) or value < least):
+            raise ValueError(f"{key} of a model must be a whole number of at least {least}, got {value!r}")
     try:
         return _count_family(hf, FAMILIES[kind])
     except KeyError as error:
         raise ValueError(f"the configuration of a model must have {error.args[0]}, got one without") from None
 
 
-def _count_family(hf: dict[str, Any], family: Family) -> Sizes:
+def _count_family(hf: dict[str, Any], family: FamilyShape) -> Sizes:
     heads = hf["num_attention_heads"]
     key_heads = 1 if family.has_latent_attention else hf.get("num_key_value_heads") or heads
     latent = hf["kv_lora_rank"] + hf["qk_rope_head_dim"] if family.has_latent_attention else 0
@@ -233,7 +258,7 @@ def _count_family(hf: dict[str, Any], family: Family) -> Sizes:
     )
 
 
-def _find_mixtures(hf: dict[str, Any], family: Family) -> list[bool]:
+def _find_mixtures(hf: dict[str, Any], family: FamilyShape) -> list[bool]:
     """Returns for each layer whether it holds experts."""
     count = range(hf["num_hidden_layers"])
     if not family.is_mixture:
@@ -264,7 +289,7 @@ class _LayerPart:
     buffers: int = 0
 
 
-def _count_layer(hf: dict[str, Any], family: Family, is_mixture: bool) -> LayerSizes:
+def _count_layer(hf: dict[str, Any], family: FamilyShape, is_mixture: bool) -> LayerSizes:
     attention = _count_latent_attention(hf) if family.has_latent_attention else _count_attention(hf, family)
     mlp = _count_experts(hf, family) if is_mixture else _count_mlp(hf, family)
     hidden, linear = hf["hidden_size"], attention.linear + mlp.linear
@@ -280,7 +305,7 @@ def _count_layer(hf: dict[str, Any], family: Family, is_mixture: bool) -> LayerS
     )
 
 
-def _count_attention(hf: dict[str, Any], family: Family) -> _LayerPart:
+def _count_attention(hf: dict[str, Any], family: FamilyShape) -> _LayerPart:
     hidden, heads, dim = hf["hidden_size"], hf["num_attention_heads"], _find_head_dim(hf, family)
     query, key = heads * dim, (hf.get("num_key_value_heads") or heads) * dim
     matrices = [(hidden, query), (hidden, key), (hidden, key), (query, hidden)]
@@ -313,7 +338,7 @@ def _count_latent_attention(hf: dict[str, Any]) -> _LayerPart:
     )
 
 
-def _count_mlp(hf: dict[str, Any], family: Family) -> _LayerPart:
+def _count_mlp(hf: dict[str, Any], family: FamilyShape) -> _LayerPart:
     hidden, width = hf["hidden_size"], hf["intermediate_size"]
     matrices = [(hidden, width), (hidden, width), (width, hidden)]
     return _LayerPart(
@@ -324,7 +349,7 @@ def _count_mlp(hf: dict[str, Any], family: Family) -> _LayerPart:
     )
 
 
-def _count_experts(hf: dict[str, Any], family: Family) -> _LayerPart:
+def _count_experts(hf: dict[str, Any], family: FamilyShape) -> _LayerPart:
     """Counts a mixture: its router, its experts, and those that every token goes through."""
     hidden = hf["hidden_size"]
     names = [key for key in ("n_routed_experts", "num_experts", "num_local_experts") if key in hf]
@@ -344,7 +369,7 @@ def _count_experts(hf: dict[str, Any], family: Family) -> _LayerPart:
     )
 
 
-def _find_head_dim(hf: dict[str, Any], family: Family) -> int:
+def _find_head_dim(hf: dict[str, Any], family: FamilyShape) -> int:
     return hf.get("head_dim") or family.head_dim or hf["hidden_size"] // hf["num_attention_heads"]
 
 

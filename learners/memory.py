@@ -14,7 +14,8 @@ that it has needed.
                    `generators.max_model_len` where that is longer: for each token and layer about
                    6 H + 6 Q + 5 K + 5 F elements (H hidden, Q and K the widths of queries and of keys, F the
                    width of the MLP: counted on transformers' Llama and Qwen3), and for each expert of a token
-                   5 F + 3 H; with activation checkpointing H, and the whole of one layer
+                   5 F + 3 H; with activation checkpointing H, and the whole of one layer. Where ranks share
+                   a sequence, the heads of keys and values that are repeated for it too
     head           three times the logits of a chunk, float32 (four times where the model caps them), and the
                    head's own gradient, float32
     published      with CUDA IPC, the version that engines copy from the first rank's GPU
@@ -195,6 +196,8 @@ def _count_fsdp_parts(
     kept = sizes.activations
     if learner.activation_checkpointing:
         kept = sizes.hidden * sizes.num_layers + sizes.layer_activations
+    layers_kept = 1 if learner.activation_checkpointing else sizes.num_layers
+    kept += layers_kept * sizes.count_repeated_kv(1, learner.fsdp.sequence_parallel)
     chunk = min(own_tokens * sizes.vocabulary, CHUNK_ELEMENTS if cuda else CPU_ELEMENTS)
     head = 4.0 * ((3 + sizes.caps_logits) * chunk + is_whole * sizes.matrix_parameters)
     return {
@@ -299,8 +302,8 @@ class MemoryMeter:
 
 def describe_parts(parts: dict[str, float]) -> str:
     """Returns a sum for people: `weights 1.0 GiB + head 3.0 GiB = 4.0 GiB`."""
-    words = " + ".join(f"{name} {format_bytes(part)}" for name, part in parts.items() if part)
-    return f"{words} = {format_bytes(sum(parts.values()))}"
+    found = [f"{name} {format_bytes(part)}" for name, part in parts.items() if part]
+    return " + ".join(found) + (f" = {format_bytes(sum(parts.values()))}" if len(found) > 1 else "")
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -2,8 +2,8 @@
 
     a host of the learner      the rows of its ranks: two versions and the spare, which the next one is
                                written over
-    a host of generators       the rows that are not there already: the newest version, and one that comes in
-                               over the spare
+    a host of generators       that lacks rows: the newest version, whole, and one that comes in over the
+                               spare
     a host that merges         adapters travel, and each host merges them: two whole models
 
 Patches are not counted: they are dropped where a version needs their room.
@@ -36,5 +36,5 @@ def count_kept_bytes(
     if has_engines and merges:
         fetched = float(FETCHED * (version_bytes + model_bytes))
     elif has_engines and transport is not Transport.nccl and not transport.row.shares_folder:
-        fetched = FETCHED * (1.0 - share) * version_bytes
+        fetched = FETCHED * (share < 1.0) * float(version_bytes)
     return {"published versions": published, "merged versions" if merges else "fetched versions": fetched}

@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[1]
 PYTHON = """#!/bin/bash
 case "$*" in
   *slipstream.train*) flock --nonblock "$SLIPSTREAM_VENV/.slipstream-lock" true && echo "runs with: ${@:4}" ;;
+  *slipstream.plan*) echo "plans with: ${@:4}" ;;
 esac
 """
 UV = """#!/bin/bash
@@ -49,6 +50,12 @@ def test_the_environment_is_made_once_whatever_the_arguments_and_its_lock_is_fre
         assert (done.returncode, done.stdout) == (0, f"runs with: {arguments[0]}\n"), done.stderr
     (installed,) = (venv / "installed").read_text().splitlines()
     assert installed in (f"{ROOT}[cpu]", f"{ROOT}[cuda]")
+
+
+def test_a_plan_is_another_program_wherever_the_word_stands(venv: Path) -> None:
+    for arguments in (["--plan", "model.path=a b"], ["learner.ranks=2", "--plan", "--gpus", "8"]):
+        assert launch(venv, *arguments).stdout == f"plans with: {' '.join(arguments)}\n"
+    assert launch(venv, "run.name=--plans").stdout == "runs with: run.name=--plans\n"
 
 
 def test_an_installation_that_fails_is_not_called_ready_and_is_tried_again(venv: Path) -> None:

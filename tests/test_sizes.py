@@ -117,6 +117,9 @@ def test_what_cannot_be_counted_is_refused_by_name(tmp_path: Path) -> None:
         )
     with pytest.raises(ValueError, match="must have num_experts, got one without"):
         count_sizes(PUBLIC_MODELS["Qwen3-8B"] | {"model_type": "qwen3_moe"})
+    for key, value in (("num_hidden_layers", 0), ("hidden_size", "4096"), ("head_dim", -1)):
+        with pytest.raises(ValueError, match=f"{key} of a model must be a whole number of at least"):
+            count_sizes(PUBLIC_MODELS["Qwen3-8B"] | {key: value})
     for text, wrong in (("{", "must be JSON"), ("[1]", "must be a JSON object, got list")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=wrong):
@@ -150,6 +153,14 @@ def sizes_of(name: str) -> Sizes:
 def test_a_tokens_kv_is_what_vllm_keeps_of_it(name: str, tensor_parallel: int, elements: int) -> None:
     sizes = sizes_of(name)
     assert count_kv_token_bytes(sizes, 2, tensor_parallel) == 2 * elements * sizes.num_layers
+
+
+def test_heads_that_ranks_of_a_sequence_repeat_are_counted() -> None:
+    """Qwen3-8B has 32 heads, and 8 of keys and values, of 128 each."""
+    sizes = sizes_of("Qwen3-8B")
+    for tensor, ranks, heads in ((1, 8, 0), (1, 16, 8), (1, 32, 24), (4, 2, 0), (4, 8, 6), (8, 4, 3)):
+        assert sizes.count_repeated_kv(tensor, ranks) == 2 * 128 * heads
+    assert sizes_of("DeepSeek-V3").count_repeated_kv(1, 64) == 0, "its attention has as many of both"
 
 
 def test_kv_comes_in_whole_blocks() -> None:

@@ -39,7 +39,7 @@ class StageSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronRank:
-    """What a rank has to hold besides its layout."""
+    """The load of a rank, whatever its layout."""
 
     ranks: int
     """Ranks of the learner."""
@@ -127,7 +127,11 @@ def _count_activations(sizes: Sizes, layout: MegatronConfig, rank: MegatronRank,
     under_way = layout.pipeline_parallel - stage
     divided = tokens / layout.tensor_parallel
     gathered = tokens * sizes.hidden if layout.tensor_parallel > 1 else 0.0
+    repeated = tokens * sizes.count_repeated_kv(layout.tensor_parallel, layout.context_parallel)
     if rank.checkpoints_activations:
         inputs = sizes.hidden * len(layers) * under_way
-        return divided * (inputs + max(layer.activations for layer in layers)) + gathered
-    return divided * sum(layer.activations for layer in layers) * under_way + gathered
+        return (
+            divided * (inputs + max((layer.activations for layer in layers), default=0)) + gathered + repeated
+        )
+    kept = divided * sum(layer.activations for layer in layers) + repeated * len(layers)
+    return kept * under_way + gathered

@@ -17,11 +17,13 @@ from pathlib import Path
 from configs.generators import EngineKind
 from configs.learner import LearnerKind
 from configs.load import find_resumed_folder, load_config, load_resumed_config
+from configs.placement import PlacementMode
 from configs.schema import Config
 from configs.sizes import count_sizes, find_config_file, read_model_config
 from slipstream.plan_hardware import add_arguments, read_hardware, read_rates
 from slipstream.plan_layout import PlannedModel, plan_run
 from slipstream.plan_report import print_plan, print_proposal
+from slipstream.stop_signals import KILLED
 
 FLAG = "--plan"
 
@@ -32,6 +34,11 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config = load_planned_config(told.overrides)
         model = read_model(config)
+        if told.hosts > 1 and config.placement.mode is PlacementMode.colocated:
+            raise ValueError(
+                "--hosts must be 1 with placement.mode=colocated (learner and engines are on one host), "
+                f"got {told.hosts}"
+            )
     except (ValueError, OSError) as error:
         print(f"No plan can be made:\n{error}", file=sys.stderr)
         return 2
@@ -43,6 +50,8 @@ def main(arguments: Sequence[str]) -> int:
             sys.stdout.flush()
             print_proposal(config, model, hardware)
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        return KILLED
     except BrokenPipeError:
         # A reader has left early, such as `head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -89,8 +98,10 @@ def explain_path(path: str) -> str:
     """Returns where a configuration comes from, for what looks like a name on the hub."""
     if path == "tiny" or path.count("/") != 1 or Path(path).parent.exists():
         return ""
-    name = path.partition("/")[2]
-    return f" (`hf download {path} config.json --local-dir models/{name}` brings one from the hub)"
+    owner, _, name = path.partition("/")
+    # A recipe's file names the owner of its model.
+    wanted = f"OWNER/{name}" if owner == "models" else path
+    return f" (`hf download {wanted} config.json --local-dir models/{name}` brings one from the hub)"
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ import psutil
 from sync.folders import SHARED_MEMORY
 
 GIB = 2**30
-GPU_GIB = 80.0
-"""Memory of a GPU that nobody describes."""
+GPUS, GPU_GIB = 8, 80.0
+"""GPUs of a host, and memory of one, that nobody describes."""
+MOST_HOSTS = 4096
 HOST_GIB_PER_GPU = 256.0
 """Memory of a host that nobody describes, for each of its GPUs."""
 
@@ -51,10 +52,14 @@ class Hardware:
         return self.hosts * self.gpus
 
     def __str__(self) -> str:
-        hosts = f"{self.hosts} host{'s' if self.hosts > 1 else ''}"
-        gpus = f"{self.gpus} GPUs of {self.gpu_bytes / GIB:.1f} GiB" if self.gpus else "no GPU"
+        hosts = "1 host" if self.hosts == 1 else f"{self.hosts} hosts, each"
+        gpus = (
+            f"{self.gpus} GPU{'s' if self.gpus > 1 else ''} of {self.gpu_bytes / GIB:.1f} GiB"
+            if self.gpus
+            else "no GPU"
+        )
         return (
-            f"{hosts}, each with {gpus} and {self.host_bytes / GIB:,.0f} GiB of memory "
+            f"{hosts} with {gpus} and {self.host_bytes / GIB:,.0f} GiB of memory "
             f"({self.shared_bytes / GIB:,.0f} in {SHARED_MEMORY})"
         )
 
@@ -62,7 +67,7 @@ class Hardware:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the words for hardware and rates."""
     machine = parser.add_argument_group("hardware (this machine's, where nothing is said)")
-    machine.add_argument("--hosts", type=_positive_whole, default=1, help="number of hosts, all alike")
+    machine.add_argument("--hosts", type=_number_of_hosts, default=1, help="number of hosts, all alike")
     machine.add_argument("--gpus", type=_whole, help="GPUs of each host; 0: all runs on CPUs")
     machine.add_argument("--gpu-memory", type=_positive, metavar="GIB", help="of each GPU")
     machine.add_argument("--host-memory", type=_positive, metavar="GIB", help="of each host")
@@ -88,14 +93,13 @@ def read_rates(told: argparse.Namespace) -> Rates:
 
 def read_hardware(told: argparse.Namespace) -> Hardware:
     """Returns what is told; the rest is this machine's, or usual where GPUs are told."""
-    is_other = told.gpus is not None or told.gpu_memory is not None
-    found = [] if is_other else list_gpu_bytes()
-    gpus = told.gpus if told.gpus is not None else 8 if is_other else len(found)
-    gpu_bytes = GIB * (told.gpu_memory or GPU_GIB) if is_other else min(found, default=0.0)
+    is_other, found = told.gpus is not None or told.gpu_memory is not None, list_gpu_bytes()
+    gpus = told.gpus if told.gpus is not None else len(found) or (GPUS if is_other else 0)
+    gpu_bytes = GIB * told.gpu_memory if told.gpu_memory else min(found, default=GIB * GPU_GIB)
     notes = [] if is_other else ["of this machine"]
-    if told.gpus is None and is_other:
-        notes.append("8 GPUs assumed (--gpus)")
-    if gpus and is_other and told.gpu_memory is None:
+    if told.gpus is None and is_other and not found:
+        notes.append(f"{GPUS} GPUs assumed (--gpus)")
+    if gpus and told.gpu_memory is None and not found:
         notes.append(f"{GPU_GIB:.0f} GiB of a GPU assumed (--gpu-memory)")
     host_bytes = GIB * told.host_memory if told.host_memory else float(psutil.virtual_memory().total)
     if not told.host_memory and is_other and gpus:
@@ -123,7 +127,10 @@ def list_gpu_bytes() -> list[float]:
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     if shutil.which(query[0]) is None:
         return []
-    asked = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    try:
+        asked = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    except subprocess.TimeoutExpired:  # a driver that hangs has no GPU for a run either
+        return []
     return [float(line) * 2**20 for line in asked.stdout.split() if line.isdigit()]
 
 
@@ -140,7 +147,7 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _positive_whole(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text}")
+def _number_of_hosts(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= MOST_HOSTS:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {MOST_HOSTS}, got {text}")
     return int(text)

@@ -1,4 +1,4 @@
-"""What each role of a run needs on each GPU and each host, by arithmetic, and what does not fit.
+"""The memory that each role of a run needs on each GPU and each host, by arithmetic, and what does not fit.
 
     rank of the learner    learners/memory.py
     engine                 generators/shared_gpu.py
@@ -75,7 +75,7 @@ class PlannedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleNeeds:
-    """What one process, or one engine, needs."""
+    """Needs of one process, or of one engine."""
 
     name: str
     host: int
@@ -191,11 +191,6 @@ def divide_hosts(config: Config, hardware: Hardware) -> RoleDivision:
     wishes = read_wishes(config)
     if config.placement.mode is not PlacementMode.colocated:
         return divide_roles(nodes, wishes)
-    if hardware.hosts > 1:
-        raise ValueError(
-            "--hosts must be 1 with placement.mode=colocated (learner and engines are on one host), "
-            f"got {hardware.hosts}"
-        )
     alone = divide_roles(nodes, dataclasses.replace(wishes, engines=0, evaluators=0))
     return _seat_colocated_engines(alone, wishes.engines, generators.tensor_parallel, wishes.evaluators)
 
@@ -414,8 +409,7 @@ def _find_gpu_shortages(roles: list[RoleNeeds], hardware: Hardware) -> list[str]
             )
             found[kind] = (
                 f"{role.name} must fit into {format_bytes(role.available)} of GPU {numbers} of host "
-                f"{role.host}, which has {format_bytes(hardware.gpu_bytes)}, got {format_bytes(role.least)}: "
-                f"{describe_parts(least)}"
+                f"{role.host}, which has {format_bytes(hardware.gpu_bytes)}, got {describe_parts(least)}"
             )
     return list(found.values())
 
@@ -428,11 +422,11 @@ def _check_host(number: int, parts: dict[str, float], hardware: Hardware) -> lis
     if total > hardware.host_bytes:
         found.append(
             f"the roles of host {number} must fit into its {format_bytes(hardware.host_bytes)} of memory, "
-            f"got {format_bytes(total)}: {describe_parts(parts)}"
+            f"got {describe_parts(parts)}"
         )
     if sum(shared.values()) > hardware.shared_bytes:
         found.append(
             f"the versions that host {number} keeps must fit into {format_bytes(hardware.shared_bytes)} of "
-            f"shared memory, got {format_bytes(sum(shared.values()))}: {describe_parts(shared)}"
+            f"shared memory, got {describe_parts(shared)}"
         )
     return found

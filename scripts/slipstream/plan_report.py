@@ -45,7 +45,9 @@ def print_proposal(config: Config, model: PlannedModel, hardware: Hardware) -> N
     """Prints the nearest layout that fits, or what would."""
     proposal = propose_layout(config, model, hardware)
     if proposal is None:
-        print("\nNo layout that was looked at fits such hosts, however many there are.")
+        is_one = config.placement.mode is PlacementMode.colocated
+        where = "such a host" if is_one else "such hosts, however many there are"
+        print(f"\nNo layout that was looked at fits {where}.")
         if hardware.gpus:
             print(f"  On a GPU {describe_least(config, model, hardware)}.")
         return
@@ -55,7 +57,8 @@ def print_proposal(config: Config, model: PlannedModel, hardware: Hardware) -> N
     else:
         print("\nThe nearest layout that fits:")
     print(f"  {' '.join(proposal.overrides)}")
-    print(f"  on {proposal.num_gpus} GPUs" if proposal.num_gpus else "  on CPUs")
+    gpus = f"{proposal.num_gpus} GPU{'s' if proposal.num_gpus > 1 else ''}"
+    print(f"  on {gpus}" if proposal.num_gpus else "  on CPUs")
 
 
 # ---- the table
@@ -145,10 +148,11 @@ def _kind(role: RoleNeeds) -> str:
 def _describe_kv(config: Config, plan: RunPlan) -> list[str]:
     if plan.kv is None:
         return []
-    generators = config.generators
+    generators, group = config.generators, config.samples_per_group
+    few = f"; fewer than a group has ({group})" if plan.kv.sequences < group else ""
     return [
         f"KV cache: {plan.kv.tokens:,} tokens in an engine, {plan.kv.sequences:,} sequences of "
-        f"{generators.max_model_len:,} (generators.max_sequences={generators.max_sequences})"
+        f"{generators.max_model_len:,} (generators.max_sequences={generators.max_sequences}{few})"
     ]
 
 
@@ -164,9 +168,11 @@ def _describe_version(config: Config, plan: RunPlan, rates: Rates) -> list[str]:
         coming_s = max((1 - plan.shares[host]) * size for host in plan.fetching) / GB / rates.network
         chains = 2 if len(plan.fetching) >= CHAINS_FROM else 1
         going_s = chains * max(plan.shares) * size / GB / rates.network
+        number = len(plan.fetching)
+        who = "1 host with engines fetches" if number == 1 else f"{number} hosts with engines fetch"
         lines.append(
-            f"  {len(plan.fetching)} host{'s' if len(plan.fetching) > 1 else ''} with engines fetch it in "
-            f"{_format_s(max(coming_s, going_s))} ({rates.network:g} GB/s a host), beside the engines"
+            f"  {who} it in {_format_s(max(coming_s, going_s))} ({rates.network:g} GB/s a host), "
+            "beside the engines"
         )
     if plan.has_engines:
         lines.append(

@@ -16,8 +16,9 @@ from configs.checks import find_config_problems
 from configs.learner import Attention, LearnerKind
 from configs.parallel import Accumulate, FsdpConfig, MegatronConfig
 from configs.placement import PlacementMode
-from configs.schema import Config
+from configs.schema import Config, Role
 from configs.setting import show_value
+from configs.sizes import Sizes
 from learners.layout_rules import find_layout_problems
 from learners.memory import count_published_bytes, describe_parts, format_bytes, plan_policy_rank
 from slipstream.plan_hardware import Hardware
@@ -49,16 +50,16 @@ COSTS = {
     "generators.count": 1,
     "generators.kv_cache_mb": 1,
 }
-"""What a changed key costs: the cheap ones are tried first. Others follow from these, and cost nothing."""
+"""Costs of changed keys: the cheap ones are tried first. Others follow from these, and cost nothing."""
 LEAST_TOKENS = 1024
 """Smallest microbatch that is proposed."""
 PARALLEL = (1, 2, 4, 8, 16)
 """Sizes of tensor and pipeline parallelism."""
 HALVES_OF_HOSTS = 32
 """Halves of hosts up to which each number of them is tried."""
-MOST_HOSTS, MOST_CPU_HOSTS = 1024, 32
+MOST_HOSTS, MOST_CPU_HOSTS = 256, 32
 """Hosts up to which a layout is looked for: with GPUs, and without."""
-MOST_TRIALS = 100
+MOST_TRIALS = 60
 """Whole plans that are made in one search."""
 
 Changes = dict[str, Any]
@@ -70,7 +71,7 @@ class Proposal:
     """A layout that fits."""
 
     overrides: list[str]
-    """What to type, beside what was typed."""
+    """The words to type beside those that were typed."""
     hosts: int
     num_gpus: int
 
@@ -127,7 +128,20 @@ def describe_least(config: Config, model: PlannedModel, hardware: Hardware) -> s
     ]
     least = describe_parts(min(ranks, key=lambda parts: sum(parts.values())))
     words = f"a rank of the learner needs at least {least}, and {format_bytes(CUDA_BYTES)} for CUDA"
-    return words + (f"; an engine {format_bytes(min(engines))} on each GPU" if engines else "")
+    if not engines:
+        return words
+    fetched = format_bytes(count_fetched(config, model.sizes))
+    return (
+        f"{words}; an engine {format_bytes(min(engines))} on each GPU, and on a host without ranks {fetched} "
+        f"of shared memory (--shared-memory is {format_bytes(hardware.shared_bytes)})"
+    )
+
+
+def count_fetched(config: Config, sizes: Sizes) -> float:
+    """Returns the bytes of versions that a host with engines and without ranks keeps in shared memory."""
+    model = config.model.dtype.num_bytes * sizes.published
+    version = count_published_bytes(config, sizes)
+    return sum(count_kept_bytes(config, version, model, share=0.0, has_engines=True).values())
 
 
 def apply_changes(config: Config, changes: Changes) -> Config:
@@ -227,6 +241,11 @@ class _Search:
         if find_kv_problem(config, self._model.sizes, on_gpu=on_gpu) is not None:
             return False
         if on_gpu and config.generators.tensor_parallel > self._hardware.gpus:
+            return False
+        takes_host = config.generators.tensor_parallel == self._hardware.gpus > 1
+        is_alone = takes_host and config.placement.mode is PlacementMode.apart and config.role is Role.all
+        # No rank has room on such a host, so all of a version is fetched.
+        if is_alone and count_fetched(config, self._model.sizes) > self._hardware.shared_bytes:
             return False
         share = config.generators.gpu_memory_fraction or ENGINE_MEMORY
         return not on_gpu or find_least_engine(config, self._model.sizes) <= share * self._hardware.gpu_bytes
