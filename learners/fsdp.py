@@ -84,7 +84,9 @@ class FsdpEngine:
             if getattr(layout, field) and not cuda:
                 raise ValueError(f"learner.fsdp.{field} must be false without a GPU, got true")
         self._make_meshes(layout)
-        source = ModelSource(Path(path), join_pool(), on_progress)
+        # Kept, because a rank that ends it might break off what another one still sends.
+        self._pool = join_pool()
+        source = ModelSource(Path(path), self._pool, on_progress)
         model, loading = self._build_model(path, source, kind, layout)
         layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
         # Dropout would make every log-probability a random number.

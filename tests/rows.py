@@ -26,8 +26,8 @@ from typing import NoReturn
 ROOT = Path(__file__).parents[1]
 SERVERS = "bad_weights chaos closed episodes fuzz heartbeat sync transports"
 RANKS = (
-    "checkpoint export families fsdp learner lora megatron mixtures models parity same_numbers shards step "
-    "stream transformers_engine vllm_engine world recipes"
+    "checkpoint export families fsdp learner lora megatron mixtures model_loading models parity same_numbers "
+    "shards step stream transformers_engine vllm_engine world recipes"
 )
 
 

@@ -28,7 +28,10 @@ from transformers import (
     AutoModelForTokenClassification,
     Qwen3Config,
     Qwen3ForCausalLM,
+    conversion_mapping,
 )
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import Chunk, Concatenate, WeightConverter
 
 from configs.parallel import FsdpConfig
 from learners import model_source
@@ -132,6 +135,40 @@ def test_a_host_that_lacks_the_files_or_holds_another_model_gets_the_first_ranks
         for found in on_ranks(3, load_elsewhere, tmp_path / "ranks", own, others):
             for one, model in zip(found, own, strict=True):
                 require_equal(one, load_reference(model))
+
+
+@contextmanager
+def other_tables() -> Any:
+    """Lets phi3 have its gate and up-projection apart in its files, and llama have them in one matrix."""
+    apart, fused = ["mlp.gate_proj.weight", "mlp.up_proj.weight"], "mlp.gate_up_proj.weight"
+    get_checkpoint_conversion_mapping("llama")  # fills the cache
+    tables = {
+        "phi3": [WeightConverter(apart, fused, [Concatenate(dim=0)])],
+        "llama": [WeightConverter(fused, apart, [Chunk(dim=0)])],
+    }
+    with patch.dict(conversion_mapping._checkpoint_conversion_mapping_cache, tables):
+        yield
+
+
+def load_converted(world: World, models: list[Path]) -> list[Named]:
+    with other_tables():
+        return [collect_all(FsdpEngine(model)._model) for model in models]
+
+
+def test_what_transformers_makes_of_several_tensors_or_several_of_one_is_cut_into_shards(
+    folder: Path, tmp_path: Path
+) -> None:
+    models = [made("phi3", tmp_path / "phi3"), tmp_path / "llama"]
+    shutil.copytree(save_model("llama", folder), models[1])
+    with other_tables():
+        for model in models:  # writes files by the tables
+            AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
+        expected = [load_reference(model) for model in models]
+    assert "model.layers.0.mlp.gate_proj.weight" in load_file(models[0] / "model.safetensors")
+    assert "model.layers.0.mlp.gate_up_proj.weight" in load_file(models[1] / "model.safetensors")
+    for found in on_ranks(3, load_converted, tmp_path / "ranks", models):
+        for one, reference in zip(found, expected, strict=True):
+            require_equal(one, reference)
 
 
 # ---- what a rank reads, and holds
