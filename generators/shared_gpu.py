@@ -15,12 +15,18 @@ COPIES_OF_LOGITS = 3
 
 
 def compute_kv_cache_bytes(
-    sizes: Sizes, *, budget: float, element_bytes: int, max_sequences: int, tokens_per_step: int
+    sizes: Sizes,
+    *,
+    budget: float,
+    element_bytes: int,
+    max_sequences: int,
+    tokens_per_step: int,
+    ranks: int = 1,
 ) -> int:
-    """Returns the bytes that remain of `budget` bytes after the weights, one layer's activations, the
-    sampler's logits and the overhead. Raises ValueError if nothing remains."""
+    """Returns the bytes that remain of `budget` bytes of each GPU after its part of the weights, one layer's
+    activations, the sampler's logits and the overhead. Raises ValueError if nothing remains."""
     parts = {
-        "weights": element_bytes * sizes.parameters,
+        "weights": element_bytes * sizes.parameters / ranks,
         "activations": element_bytes * tokens_per_step * sizes.layer_activations,
         "logits": COPIES_OF_LOGITS * FLOAT32_BYTES * max_sequences * sizes.vocabulary,
         "overhead": OVERHEAD_BYTES,
