@@ -73,8 +73,8 @@ def compute_kv_cache_bytes(
     tokens_per_step: int,
     tensor_parallel: int = 1,
 ) -> int:
-    """Returns the bytes that remain of `budget` bytes after the weights, one layer's activations, the
-    sampler's logits and the overhead. Raises ValueError if nothing remains."""
+    """Returns the bytes that remain of `budget` bytes of each GPU after its part of the weights, one layer's
+    activations, the sampler's logits and the overhead. Raises ValueError if nothing remains."""
     parts = count_engine_parts(
         sizes,
         element_bytes=element_bytes,

@@ -129,10 +129,6 @@ generators.tensor_parallel=2 generators.engine=simulated learner.engine=simulate
     generators.tensor_parallel must be 1 unless generators.engine=vllm, got 2 with simulated
 generators.tensor_parallel=2 sync.transport=cuda_ipc
     sync.transport must be one of auto, .*, disk when generators.tensor_parallel .* got cuda_ipc
-generators.pipeline_parallel=2
-    generators.pipeline_parallel must be left out \(.* stages of one token; .* got 'generators.pipeline_par
-generators.expert_parallel=2
-    generators.expert_parallel must be left out \(.* got 'generators.expert_parallel=2'
 generators.gpus=1.5
     generators.gpus must be 0, in \[0.05, 1\] or a whole number, got 1.5
 generators.gpu_memory_fraction=1.1

@@ -346,6 +346,8 @@ def test_a_rate_for_the_tiny_model_and_a_clip_that_never_acts_are_told_of(
     ("overrides", "message"),
     [
         (["run.stpes=3"], "run.stpes must be a configuration key (nearest: run.steps"),
+        (["generators.pipeline_parallel=2"], "generators.pipeline_parallel must be left out (with several"),
+        (["generators.expert_parallel=2"], "generators.expert_parallel must be left out (vLLM's kernel"),
         (
             ["model.path=/no/such/model"],
             "model.path must be a Hugging Face model folder or `tiny`, got /no/such/model",

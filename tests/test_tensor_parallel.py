@@ -53,7 +53,7 @@ class Pair:
     def __init__(self, folder: Path) -> None:
         from generators.vllm_engine import VllmEngine
 
-        self.publisher = Publisher(folder / "weights", "x")
+        self.publisher, self.spoiled = Publisher(folder / "weights", "x"), Publisher(folder / "spoiled", "x")
         self.versions = [publish(self.publisher, folder / "model", seed, seed) for seed in (0, 1)]
         self.one, self.two = (
             VllmEngine(
@@ -67,10 +67,11 @@ class Pair:
         self._published = 1
 
     def publish_again(self) -> Manifest:
-        """Publishes the newest version's tensors as another version."""
+        """Publishes the newest version's tensors as another version, in a folder of its own: the first one
+        keeps two."""
         self._published += 1
         tensors = dict(Snapshot(self.versions[1]).named_tensors())
-        return self.publisher.publish_version(self._published, whole_parts(tensors))
+        return self.spoiled.publish_version(self._published, whole_parts(tensors))
 
     def do_on_ranks(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
         answers: list[Any] = self.two._core.collective_rpc(function, args=arguments, kwargs=named)
@@ -85,6 +86,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     pair.one.shutdown()
     pair.two.shutdown()
     pair.publisher.close()
+    pair.spoiled.close()
     torch.set_num_threads, torch._dynamo.config.disable = set_num_threads, disabled
 
 
@@ -216,7 +218,7 @@ def test_damage_and_loss_are_found_before_any_rank_is_touched(pair: Pair) -> Non
     Path(gone.manifest.path).unlink()
     with pytest.raises(FileNotFoundError, match=f"rank 0 and 1: .*{gone.manifest.path}"):
         pair.two.load_version(gone)
-    small = pair.publisher.publish_version(100, whole_parts({O_PROJ: torch.zeros(3, 3)}))
+    small = pair.spoiled.publish_version(100, whole_parts({O_PROJ: torch.zeros(3, 3)}))
     with pytest.raises(DigestMismatch, match="rank 0 and 1: .*o_proj.weight was published as .3, 3., the"):
         pair.two.load_version(Snapshot(small))
     assert pair.two.version == held.version
@@ -232,7 +234,7 @@ def test_workers_share_nothing_by_a_name_and_signals_do_not_end_them(pair: Pair)
         if "/dev/shm/" in line
     ]
     assert mapped and all(name.endswith("(deleted)") for name in mapped)
-    assert not list(Path("/tmp").glob("slipstream-engine-*/*")), "a folder of sockets"
+    assert not pair.workers._names.folder.exists()
     for pid in pids:
         os.kill(pid, signal.SIGINT)
         os.kill(pid, signal.SIGTERM)
