@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from configs.learner import Attention
 from configs.model import Dtype
+from learners.sequence_ranks import exchange_parts
 
 BLOCK = 1024
 """Most queries whose scores exist at the same time, where a layer has a window or a cap."""
@@ -229,24 +229,6 @@ def _count_before(sliding_window: int | None) -> int:
     return -1 if sliding_window is None else sliding_window - 1
 
 
-class _AllToAll(torch.autograd.Function):
-    """Each rank gives away all but its part of dimension `scatter`, and gets the other ranks' parts of
-    dimension `gather`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scatter: int, gather: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.back = gather, scatter, group
-        parts = torch.stack(x.chunk(group.size(), scatter))
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
-        return torch.cat(received.unbind(), gather)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _AllToAll.apply(grad, *ctx.back), None, None, None
-
-
 def ulysses_attention(
     module: nn.Module,
     query: Tensor,
@@ -267,10 +249,10 @@ def ulysses_attention(
     if key.shape[1] % ranks:
         times = (ranks if ranks % key.shape[1] == 0 else heads) // key.shape[1]
         key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-    query, key, value = (_AllToAll.apply(x, 1, 2, sequence_group) for x in (query, key, value))
+    query, key, value = (exchange_parts(x, 1, 2, sequence_group) for x in (query, key, value))
     attend = flash_varlen if inner == Attention.flash_attention_2 else ALL_ATTENTION_FUNCTIONS[inner]
     out, _ = attend(module, query, key, value, None, **more)
-    return _AllToAll.apply(out, 1, 2, sequence_group), None
+    return exchange_parts(out, 1, 2, sequence_group), None
 
 
 # ---- registration with transformers

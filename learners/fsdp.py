@@ -34,6 +34,7 @@ from learners.engine import LossFn, ModelKind, Share
 from learners.heads import LogprobHead, ValueHead
 from learners.packing import Packed, pad_packed
 from learners.routing import ForwardPass, LoadBalance, check_replay, watch_routers
+from learners.sequence_ranks import OwnTokens, join_outputs
 from learners.shards import sharded_like
 from learners.world import LONG_TIMEOUT, wait_for_first_rank
 from sync.stream import BUCKET_BYTES, TensorPart, stream_tensor, whole_parts
@@ -233,18 +234,17 @@ class FsdpEngine:
         Both are on the CPU. With sequence parallelism each rank computes its slice of the tokens, and all
         ranks return the whole.
         """
-        group, targets = self._sequence_group, packed.targets
-        row = pad_packed(packed, self.share.pad_multiple)
-        size = len(row.tokens) // self.share.pad_multiple
-        start = 0 if group is None else group.rank() * size
-        # This rank has the tokens from `start` on. The output at token t - 1 predicts token t, so its targets
-        # lie one further.
-        mine, targets = slice(start, start + size), targets[(targets > start) & (targets <= start + size)]
+        group, row = self._sequence_group, pad_packed(packed, self.share.pad_multiple)
+        own = OwnTokens.of_rank(
+            len(row.tokens), 0 if group is None else group.rank(), self.share.pad_multiple
+        )
+        mine, targets = own.slice, packed.targets[own.find_targets(packed.targets)]
         extra = {} if group is None else {"inner": str(self._attention), "sequence_group": group}
         self._forward_pass.begin_pass(packed, row, mine, self._model.config, self._replays, self._device)
         cu_seqlens = row.cu_seqlens.to(self._device)
         self._head.ask_tokens(
-            sources=(targets - 1 - start).to(self._device), targets=packed.tokens[targets].to(self._device)
+            sources=(targets - 1 - own.start).to(self._device),
+            targets=packed.tokens[targets].to(self._device),
         )
         out = self._model(
             input_ids=row.tokens[mine].to(self._device)[None],
@@ -261,7 +261,7 @@ class FsdpEngine:
             0, targets.to(out.device), out
         )
         if group is not None:
-            spread = _SumOverRanks.apply(spread, group)
+            spread = join_outputs(spread, group)
         return tuple(spread.cpu().unbind(-1))
 
     @torch.no_grad()
@@ -404,24 +404,6 @@ def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                 yield name, buffer
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """Sums the ranks' outputs, each of which is zero but for the rank's own tokens.
-
-    All ranks go on with the same loss of the whole, so the gradient of a rank's own part is the whole's
-    gradient, unsummed.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-        whole = mine.clone()
-        dist.all_reduce(whole, group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
 
 
 def _copy_to_host(tensor: Tensor) -> Tensor:
