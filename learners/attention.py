@@ -30,6 +30,8 @@ MAX_PADDED_SHARE, MAX_PADDED_EXTRA = 2, 1024
 """Padded attention may make at most so many times the batch's tokens, plus so many."""
 LONG = 2048
 """Mean length of sequences from which padding is not worth its copies of queries, keys and values."""
+LENGTH_DEPENDENT_ROPES = {"dynamic", "longrope"}
+"""Rotary embeddings (`rope_type`) for which transformers looks at the largest position."""
 UNKNOWN_ARGUMENTS = ("s_aux", "position_bias", "indices", "block_indices")
 """Arguments that transformers gives to the attention of some families, and that no function here applies."""
 NO_CAPS = (
@@ -281,6 +283,23 @@ def ulysses_attention(
     attend = flash_varlen if inner == Attention.flash_attention_2 else ALL_ATTENTION_FUNCTIONS[inner]
     out, _ = attend(module, query, key, value, None, **more)
     return exchange_parts(out, 1, 2, sequence_group), None
+
+
+def check_ulysses(config: Any, ranks: int) -> None:
+    """Raises ValueError for a model whose sequences so many ranks cannot share. `config`: Hugging Face's."""
+    config = config.get_text_config()
+    if config.num_attention_heads % ranks:
+        raise ValueError(
+            "learner.fsdp.sequence_parallel must divide the attention heads "
+            f"({config.num_attention_heads}), got {ranks}"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict)}
+    if ranks > 1 and (found := kinds & LENGTH_DEPENDENT_ROPES):
+        raise ValueError(
+            "learner.fsdp.sequence_parallel must be 1 for a model whose rotary embedding depends on the "
+            f"length of what is computed (rope_type {found.pop()}), got {ranks}: each rank computes a part"
+        )
 
 
 # ---- registration with transformers

@@ -28,7 +28,7 @@ from configs.learner import ADAM_BETAS, Attention
 from configs.model import Dtype
 from configs.parallel import Accumulate, FsdpConfig, LoraConfig, LoraPublish
 from learners import lora as adapters
-from learners.attention import choose_attention
+from learners.attention import check_ulysses, choose_attention
 from learners.checkpoint import StateWriter
 from learners.engine import LossFn, ModelKind, Share
 from learners.heads import LogprobHead, ValueHead
@@ -163,14 +163,10 @@ class FsdpEngine:
             else (AutoModelForCausalLM, {})
         )
         config = AutoConfig.from_pretrained(path, **sizes)
-        if (ranks := layout.sequence_parallel) > 1 and config.num_attention_heads % ranks:
-            raise ValueError(
-                "learner.fsdp.sequence_parallel must divide the attention heads "
-                f"({config.num_attention_heads}), got {ranks}"
-            )
+        check_ulysses(config, layout.sequence_parallel)
         options = {
             "dtype": torch.float32,
-            "attn_implementation": "ulysses" if ranks > 1 else str(self._attention),
+            "attn_implementation": "ulysses" if layout.sequence_parallel > 1 else str(self._attention),
         }
         with torch.random.fork_rng():
             # A critic's head and adapters are drawn at random: the same ones on any number of ranks.
