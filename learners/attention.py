@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from configs.learner import Attention
 from configs.model import Dtype
+from learners.key_heads import count_exchanged_heads
 from learners.sequence_ranks import exchange_parts
 
 BLOCK = 1024
@@ -276,8 +277,8 @@ def ulysses_attention(
     heads, d]. Where the ranks do not divide the number of key heads, key heads are repeated until they do.
     """
     ranks, heads = sequence_group.size(), query.shape[1]
-    if key.shape[1] % ranks:
-        times = (ranks if ranks % key.shape[1] == 0 else heads) // key.shape[1]
+    times = count_exchanged_heads(heads, key.shape[1], ranks) // key.shape[1]
+    if times > 1:
         key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
     query, key, value = (exchange_parts(x, 1, 2, sequence_group) for x in (query, key, value))
     attend = flash_varlen if inner == Attention.flash_attention_2 else ALL_ATTENTION_FUNCTIONS[inner]

@@ -14,7 +14,9 @@ that it has needed.
                    `generators.max_model_len` where that is longer: for each token and layer about
                    6 H + 6 Q + 5 K + 5 F elements (H hidden, Q and K the widths of queries and of keys, F the
                    width of the MLP: counted on transformers' Llama and Qwen3); with activation checkpointing
-                   H, and the whole of one layer
+                   H, and the whole of one layer. Where ranks share the tokens of a sequence, key heads that
+                   are repeated for it count too (`learners.key_heads`); what travels between these ranks has
+                   room in what the MLP has given back by then
     head           three times the logits of a chunk, float32 (four times where the model caps them), and the
                    head's own gradient, float32
     published      with CUDA IPC, the version that engines copy from the first rank's GPU
@@ -30,6 +32,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -40,6 +43,7 @@ from configs.placement import CriticPlace
 from configs.schema import Config
 from configs.sizes import Sizes, count_sizes
 from configs.transports import TransportUse
+from learners.key_heads import count_repeated_elements
 
 GIB = 2**30
 CHUNK_ELEMENTS = 2**27
@@ -72,7 +76,8 @@ def plan_memory(config: Config, *, cuda: bool) -> MemoryPlan | None:
     if learner.engine is LearnerKind.simulated or not (path / "config.json").exists():
         return None
     try:
-        sizes = count_sizes(json.loads((path / "config.json").read_text()))
+        hf = json.loads((path / "config.json").read_text())
+        sizes = count_sizes(hf)
     except KeyError:
         return None
     trained, largest, frozen = _count_parameters(config, sizes)
@@ -91,6 +96,7 @@ def plan_memory(config: Config, *, cuda: bool) -> MemoryPlan | None:
     buffers = max(sizes.embedding_parameters, 2 * sizes.layer_parameters) if shards > 1 else 0
     is_sharded = learner.engine is LearnerKind.fsdp
     tokens, kept = _count_activations(config, sizes)
+    kept += _count_repeated(config, hf)
     chunk = min(tokens * sizes.vocabulary, CHUNK_ELEMENTS if cuda else CPU_ELEMENTS)
     return MemoryPlan(
         parts={
@@ -134,6 +140,20 @@ def _count_activations(config: Config, sizes: Sizes) -> tuple[float, float]:
     if learner.activation_checkpointing:
         return tokens, sizes.hidden * sizes.num_layers + sizes.layer_activations
     return tokens, sizes.layer_activations * sizes.num_layers
+
+
+def _count_repeated(config: Config, hf: dict[str, Any]) -> int:
+    """Returns the elements of repeated key heads that are kept for each token. `hf`: the model's
+    configuration."""
+    learner, heads = config.learner, hf["num_attention_heads"]
+    tensor = learner.megatron.tensor_parallel
+    repeated = count_repeated_elements(
+        heads // tensor,
+        max(1, (hf.get("num_key_value_heads") or heads) // tensor),
+        hf.get("head_dim") or hf["hidden_size"] // heads,
+        max(learner.fsdp.sequence_parallel, learner.megatron.context_parallel),
+    )
+    return repeated * (1 if learner.activation_checkpointing else hf["num_hidden_layers"])
 
 
 def _keeps_device_copy(config: Config) -> bool:
