@@ -2,6 +2,7 @@
 through the buffer."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import pyarrow as pa
 import pytest
 import torch
 from buffer_harness import SMALL_RUN, BufferHarness, make_group
+from engine_batches import negate_logprobs
 from ranks import on_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from training_steps import configure_step
 from transformers import AutoModelForCausalLM, Phi3Config
 
 from buffers.client import TakenBatch
@@ -23,7 +26,10 @@ from buffers.trajectory import encode_batch, to_batch
 from configs.load import load_config
 from configs.positions import ALLOWED_BY, check_positions, count_positions
 from learners.attention import _attend_causally, check_ulysses
-from learners.packing import batch_from_arrow, divide_rows
+from learners.engine import ModelKind
+from learners.memory import plan_memory
+from learners.models import make_engine
+from learners.packing import batch_from_arrow, divide_rows, pack_rows
 from learners.world import World
 from slipstream_bench.long_sequences import (
     LAYOUTS,
@@ -34,9 +40,11 @@ from slipstream_bench.long_sequences import (
     save_long_model,
     train_long,
 )
+from slipstream_bench.measured_cost import measure_cost
 
 LONG = 8191
 """Odd, so that ranks must pad."""
+PLANNED = 2048
 WHOLE = 131_072
 
 
@@ -131,6 +139,49 @@ def test_attention_never_holds_all_scores_forward_or_backward(kinds: dict[str, A
     largest, kept = measure_attention(length, **kinds)
     assert largest <= 4 * length * 1024 < 4 * length**2
     assert measure_attention(length // 2, **kinds)[1] >= 0.4 * kept, "what is kept grows with the length"
+
+
+# ---- memory
+
+
+def measure_updates(world: World, name: str, model: Path) -> list[float]:
+    """Returns the most bytes that an update allocates, with all activations kept and with checkpointing."""
+    packed, found = pack_rows(draw_long_batch([PLANNED]), [0]), []
+    for checkpointing in ("false", "true"):
+        config = configure_layout(name, model, PLANNED, f"learner.activation_checkpointing={checkpointing}")
+        engine = make_engine(config, ModelKind.policy)
+        found.append(measure_cost(partial(engine.update, [packed], negate_logprobs, LR), 1).peak_mib * 2**20)
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if "2 ranks" in name])
+def test_the_memory_of_ranks_that_share_a_sequence_is_as_planned(
+    name: str, model: Path, tmp_path: Path
+) -> None:
+    """Beside weights and optimizer, which are there before: within a quarter with all activations kept. With
+    checkpointing the plan adds up the head and a layer's activations, which are not there together."""
+    for kept, recomputed in on_ranks(2, measure_updates, tmp_path / "ranks", name, model):
+        for peak, checkpointing, least in ((kept, "false", 0.75), (recomputed, "true", 0.4)):
+            plan = plan_memory(
+                configure_layout(name, model, PLANNED, f"learner.activation_checkpointing={checkpointing}"),
+                cuda=False,
+            )
+            assert plan is not None
+            planned = plan.total_bytes - plan.parts["weights"] - plan.parts["optimizer"]
+            assert least * planned <= peak <= 1.25 * planned, checkpointing
+    assert recomputed < 0.6 * kept
+
+
+def test_key_heads_that_ranks_repeat_are_in_the_plan(fixed_model: Path) -> None:
+    """The fixed model has two heads and one key head of 32 elements, in two layers."""
+    one, two = (
+        plan_memory(configure_step(fixed_model, "algo=grpo", *settings), cuda=False)
+        for settings in ((), ("learner.ranks=2", "learner.fsdp.sequence_parallel=2"))
+    )
+    assert one is not None and two is not None
+    keys_and_values, num_layers, own_tokens = 2 * 32, 2, 16384 / 2
+    repeated = 4 * keys_and_values * num_layers * own_tokens
+    assert two.parts["activations"] == one.parts["activations"] / 2 + repeated
 
 
 # ---- positions

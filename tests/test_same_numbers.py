@@ -73,7 +73,9 @@ ENGINE_ROWS = {
         "megatron", 2, "qwen2", {"context_parallel": 2}, branched=True
     ),
     "megatron CP2 x TP2": EngineRow("megatron", 4, "qwen3", {"context_parallel": 2, "tensor_parallel": 2}),
-    "megatron CP2 x PP2": EngineRow("megatron", 4, "llama", {"context_parallel": 2, "pipeline_parallel": 2}),
+    "megatron CP2 x PP2, qwen2 (tied)": EngineRow(
+        "megatron", 4, "qwen2", {"context_parallel": 2, "pipeline_parallel": 2}
+    ),
     "megatron CP2 x DP2": EngineRow("megatron", 4, "llama", {"context_parallel": 2}),
     "megatron CP2 = EP2, balanced, replayed": EngineRow(
         "megatron", 2, "qwen3_moe", {"context_parallel": 2, "expert_parallel": 2}, BALANCE, True
