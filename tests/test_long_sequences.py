@@ -169,7 +169,7 @@ def test_the_memory_of_ranks_that_share_a_sequence_is_as_planned(
             assert plan is not None
             planned = plan.total_bytes - plan.parts["weights"] - plan.parts["optimizer"]
             assert least * planned <= peak <= 1.25 * planned, checkpointing
-    assert recomputed < 0.6 * kept
+    assert recomputed < 0.8 * kept
 
 
 def test_key_heads_that_ranks_repeat_are_in_the_plan(fixed_model: Path) -> None:
