@@ -7,8 +7,12 @@ from collections.abc import Sequence
 
 from buffers import messages as m
 from buffers.buffer import Buffer
+from buffers.group_checks import ExpertsShape
 from buffers.refusal import Refusal
 from configs.schema import Config
+
+LEAST_TOKEN_BYTES = 12.125
+"""Bytes of a token in a trajectory of one turn: its number, log-probability and version, and one bit."""
 
 
 def max_group_tokens(config: Config) -> int:
@@ -22,6 +26,21 @@ def max_group_tokens(config: Config) -> int:
 def max_group_rows(config: Config) -> int:
     """Returns the most rows that one group can have: a branch for each turn of each episode."""
     return config.learner.samples_per_prompt * config.episodes.max_turns
+
+
+def check_group_size(config: Config, routing: ExpertsShape) -> None:
+    """Raises ValueError where a group of the longest trajectories has no room in a message.
+
+    Each of its attempts would fail, and the run would train short groups only.
+    """
+    num_tokens = config.learner.samples_per_prompt * config.generators.max_model_len
+    most = int(m.MAX_PAYLOAD_BYTES / (LEAST_TOKEN_BYTES + 2 * routing.per_token))
+    if num_tokens > most:
+        raise ValueError(
+            f"learner.samples_per_prompt × generators.max_model_len must be at most {most:,} tokens (a group "
+            f"travels in one message of at most {m.MAX_PAYLOAD_BYTES >> 20} MiB, and "
+            f"learner.moe.router_replay adds {2 * routing.per_token} bytes to each token), got {num_tokens:,}"
+        )
 
 
 def check_bounds(request: m.Request, buffer: Buffer, config: Config) -> None:

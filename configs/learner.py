@@ -111,7 +111,7 @@ class LearnerConfig(Section):
         """Number of parts that a batch is divided into. Ranks that hold pieces of one model train one part
         together."""
         if self.engine is LearnerKind.megatron:
-            return self.ranks // self.megatron.num_pieces
+            return self.ranks // self.megatron.ranks_per_share
         return self.ranks // self.fsdp.sequence_parallel
 
     def conditions(self) -> list[Condition]:
@@ -189,15 +189,17 @@ class LearnerConfig(Section):
                 f"true with {megatron.pipeline_parallel}",
             ),
             Condition(
-                self.ranks % pieces == 0,
-                "learner.megatron.tensor_parallel × pipeline_parallel",
+                self.ranks % megatron.ranks_per_share == 0,
+                "learner.megatron.tensor_parallel × pipeline_parallel × context_parallel",
                 "divide learner.ranks",
-                f"{megatron.tensor_parallel} × {megatron.pipeline_parallel} and {self.ranks}",
+                f"{megatron.tensor_parallel} × {megatron.pipeline_parallel} × {megatron.context_parallel} "
+                f"and {self.ranks}",
             ),
             Condition(
                 self.ranks % pieces != 0 or self.ranks // pieces % megatron.expert_parallel == 0,
                 "learner.megatron.expert_parallel",
-                "divide the data-parallel ranks (learner.ranks / (tensor_parallel × pipeline_parallel))",
+                "divide the data- and context-parallel ranks (learner.ranks / (tensor_parallel × "
+                "pipeline_parallel))",
                 f"{megatron.expert_parallel} and {self.ranks // pieces}",
             ),
         ]

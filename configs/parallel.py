@@ -51,7 +51,8 @@ class FsdpConfig(Section):
 class MegatronConfig(Section):
     """The engine `learner.engine=megatron` (extra `megatron`).
 
-    Ranks beyond tensor and pipeline parallelism are data parallel, with the distributed optimizer.
+    Ranks beyond tensor, pipeline and context parallelism are data parallel. The distributed optimizer is
+    divided over context-parallel ranks too.
     """
 
     tensor_parallel: int = setting(1, POSITIVE)
@@ -59,14 +60,19 @@ class MegatronConfig(Section):
     pipeline_parallel: int = setting(1, POSITIVE)
     """Stages of the pipeline, each with a share of the layers."""
     context_parallel: int = setting(1, POSITIVE)
-    """Ranks that share the tokens of each microbatch. For long sequences."""
+    """Ranks that share the tokens of each microbatch, and in attention its heads. For long sequences."""
     expert_parallel: int = setting(1, POSITIVE)
-    """Data-parallel ranks that share the experts of a mixture."""
+    """Ranks beyond tensor and pipeline parallelism that share the experts of a mixture."""
 
     @property
     def num_pieces(self) -> int:
         """Ranks that hold one model between them."""
         return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def ranks_per_share(self) -> int:
+        """Ranks that train one part of a batch together."""
+        return self.num_pieces * self.context_parallel
 
 
 @dataclass(kw_only=True, slots=True)

@@ -180,15 +180,25 @@ class Sizes:
         ranks share a sequence: each computes whole heads of a tensor-parallel rank's, so those of keys and
         values are repeated where there are too few."""
         heads, key_heads = self.num_heads // tensor, max(1, self.num_key_value_heads // tensor)
-        if self.layers[0].key_value == 0 or key_heads % ranks == 0:
+        if self.layers[0].key_value == 0:
             return 0
-        exchanged = ranks if ranks % key_heads == 0 else heads
-        return self.head_kv * (exchanged - key_heads)
+        return self.head_kv * (count_exchanged_heads(heads, key_heads, ranks) - key_heads)
 
     @property
     def num_experts(self) -> int:
         """Experts of a layer; 0 where the model is no mixture."""
         return max(layer.num_experts for layer in self.layers)
+
+
+def count_exchanged_heads(num_heads: int, num_key_heads: int, ranks: int) -> int:
+    """Returns how many key heads ranks exchange that share the tokens of a sequence and compute some heads of
+    all tokens in attention.
+
+    Each must get whole ones, so key heads are repeated where the ranks do not divide their number.
+    """
+    if num_key_heads % ranks == 0:
+        return num_key_heads
+    return ranks if ranks % num_key_heads == 0 else num_heads
 
 
 def find_config_file(path: Path) -> Path:

@@ -16,17 +16,23 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from configs.learner import Attention
 from configs.model import Dtype
+from configs.sizes import count_exchanged_heads
+from learners.sequence_ranks import exchange_parts
 
 BLOCK = 1024
 """Most queries whose scores exist at the same time, where a layer has a window or a cap."""
 MAX_PADDED_SHARE, MAX_PADDED_EXTRA = 2, 1024
 """Padded attention may make at most so many times the batch's tokens, plus so many."""
+LONG = 2048
+"""Mean length of sequences from which padding is not worth its copies of queries, keys and values."""
+LENGTH_DEPENDENT_ROPES = {"dynamic", "longrope"}
+"""Rotary embeddings (`rope_type`) for which transformers looks at the largest position."""
 UNKNOWN_ARGUMENTS = ("s_aux", "position_bias", "indices", "block_indices")
 """Arguments that transformers gives to the attention of some families, and that no function here applies."""
 NO_CAPS = (
@@ -44,30 +50,54 @@ def _attend_causally(
     softcap: float | None,
 ) -> Tensor:
     """Causal attention of n sequences side by side. [n, heads, L, d] -> [n, heads, L, d]."""
-    length = query.shape[2]
+    length, times = query.shape[2], query.shape[1] // key.shape[1]
     if softcap is None and (window is None or window >= length):
-        grouped = query.shape[1] != key.shape[1]
+        if times > 1 and query.is_cuda and query.dtype is torch.float32:
+            # No kernel of torch's for float32 on a GPU knows groups of heads, and without a kernel all scores
+            # exist at the same time.
+            key, value, times = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1), 1
         return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=times > 1
         )
-    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
     window, parts = min(window or length, length), []
-    block = min(window, BLOCK)
+    block, masks = min(window, BLOCK), dict[tuple[int, int], Tensor]()
     # torch's SDPA has no window and no cap, so this makes scores itself. A block of queries sees only the
     # keys of the block and of one window before it: memory is block × (block + window) and not length².
     for begin in range(0, length, block):
         end, first = min(begin + block, length), max(0, begin - window + 1)
         q, k, v = query[:, :, begin:end], key[:, :, first:end], value[:, :, first:end]
-        places = torch.arange(first, end, device=query.device)
-        distance = places[begin - first :, None] - places
-        seen = (distance >= 0) & (distance < window)
-        if softcap is None:
-            parts.append(F.scaled_dot_product_attention(q, k, v, seen, scale=scaling))
-            continue
-        scores = (q @ k.transpose(2, 3)).float() * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-        scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~seen, float("-inf"))
-        parts.append(scores.softmax(-1).to(v.dtype) @ v)
+        if softcap is not None:
+            scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+            # The scores of all blocks would be length², so the backward pass makes them again.
+            out = checkpoint(
+                _attend_capped, q, k, v, window, scale, softcap, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            shape = end - begin, begin - first
+            if shape not in masks:  # all blocks but the first ones and the last have one mask between them
+                seen = _find_seen(*shape, window, query.device)
+                masks[shape] = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill_(
+                    ~seen, float("-inf")
+                )
+            out = F.scaled_dot_product_attention(q, k, v, masks[shape], scale=scaling)
+        parts.append(out)
     return torch.cat(parts, 2)
+
+
+def _find_seen(size: int, before: int, window: int, device: torch.device) -> Tensor:
+    """Returns [size, before + size] bool: the keys that each query of a block sees. `before` counts the keys
+    before the block."""
+    places = torch.arange(before + size, device=device)
+    distance = places[before:, None] - places
+    return (distance >= 0) & (distance < window)
+
+
+def _attend_capped(q: Tensor, k: Tensor, v: Tensor, window: int, scaling: float, softcap: float) -> Tensor:
+    size = q.shape[2]
+    seen = _find_seen(size, k.shape[2] - size, window, q.device)
+    scores = softcap * torch.tanh((q @ k.transpose(2, 3)).float() * (scaling / softcap))
+    return scores.masked_fill(~seen, float("-inf")).softmax(-1).to(v.dtype) @ v
 
 
 def packed_sdpa(
@@ -115,13 +145,14 @@ def padded_sdpa(
     """Computes the same as `packed_sdpa` in one call for all sequences, which are padded for the attention
     alone.
 
-    With many short sequences, the fixed cost of one call each outweighs the attention. Where sequences differ
-    so much in length that padding would more than double the work, it calls `packed_sdpa`.
+    With many short sequences, the fixed cost of one call each outweighs the attention. Where sequences are
+    long, or differ so much in length that padding would more than double the work, it calls `packed_sdpa`.
     """
     assert cu_seq_lens_q is not None, "packed attention needs the lengths of the sequences"
     lengths = cu_seq_lens_q.diff()
     num_places = len(lengths) * max_length_q
-    if num_places > MAX_PADDED_SHARE * query.shape[2] + MAX_PADDED_EXTRA:
+    is_long = query.shape[2] >= LONG * len(lengths)
+    if is_long or num_places > MAX_PADDED_SHARE * query.shape[2] + MAX_PADDED_EXTRA:
         return packed_sdpa(
             module,
             query,
@@ -229,24 +260,6 @@ def _count_before(sliding_window: int | None) -> int:
     return -1 if sliding_window is None else sliding_window - 1
 
 
-class _AllToAll(torch.autograd.Function):
-    """Each rank gives away all but its part of dimension `scatter`, and gets the other ranks' parts of
-    dimension `gather`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scatter: int, gather: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.back = gather, scatter, group
-        parts = torch.stack(x.chunk(group.size(), scatter))
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
-        return torch.cat(received.unbind(), gather)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _AllToAll.apply(grad, *ctx.back), None, None, None
-
-
 def ulysses_attention(
     module: nn.Module,
     query: Tensor,
@@ -264,13 +277,30 @@ def ulysses_attention(
     heads, d]. Where the ranks do not divide the number of key heads, key heads are repeated until they do.
     """
     ranks, heads = sequence_group.size(), query.shape[1]
-    if key.shape[1] % ranks:
-        times = (ranks if ranks % key.shape[1] == 0 else heads) // key.shape[1]
+    times = count_exchanged_heads(heads, key.shape[1], ranks) // key.shape[1]
+    if times > 1:
         key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-    query, key, value = (_AllToAll.apply(x, 1, 2, sequence_group) for x in (query, key, value))
+    query, key, value = (exchange_parts(x, 1, 2, sequence_group) for x in (query, key, value))
     attend = flash_varlen if inner == Attention.flash_attention_2 else ALL_ATTENTION_FUNCTIONS[inner]
     out, _ = attend(module, query, key, value, None, **more)
-    return _AllToAll.apply(out, 1, 2, sequence_group), None
+    return exchange_parts(out, 1, 2, sequence_group), None
+
+
+def check_ulysses(config: Any, ranks: int) -> None:
+    """Raises ValueError for a model whose sequences so many ranks cannot share. `config`: Hugging Face's."""
+    config = config.get_text_config()
+    if config.num_attention_heads % ranks:
+        raise ValueError(
+            "learner.fsdp.sequence_parallel must divide the attention heads "
+            f"({config.num_attention_heads}), got {ranks}"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict)}
+    if ranks > 1 and (found := kinds & LENGTH_DEPENDENT_ROPES):
+        raise ValueError(
+            "learner.fsdp.sequence_parallel must be 1 for a model whose rotary embedding depends on the "
+            f"length of what is computed (rope_type {found.pop()}), got {ranks}: each rank computes a part"
+        )
 
 
 # ---- registration with transformers

@@ -27,7 +27,7 @@ from configs.learner import ADAM_BETAS, Attention
 from configs.model import Dtype
 from configs.parallel import Accumulate, FsdpConfig, LoraConfig, LoraPublish
 from learners import lora as adapters
-from learners.attention import choose_attention
+from learners.attention import check_ulysses, choose_attention
 from learners.checkpoint import StateWriter
 from learners.engine import LossFn, ModelKind, Share
 from learners.heads import LogprobHead, ValueHead
@@ -36,6 +36,7 @@ from learners.model_source import ModelSource
 from learners.packing import Packed, pad_packed
 from learners.published_experts import ExpertNames, find_expert_names
 from learners.routing import ForwardPass, LoadBalance, check_replay, watch_routers
+from learners.sequence_ranks import OwnTokens, join_outputs
 from learners.shards import find_own_rows, sharded_like
 from learners.world import LONG_TIMEOUT, join_pool
 from sync.stream import BUCKET_BYTES, TensorPart, stream_rows, stream_tensor, whole_parts
@@ -172,16 +173,12 @@ class FsdpEngine:
             else (AutoModelForCausalLM, {})
         )
         config = AutoConfig.from_pretrained(path, **sizes)
-        if (ranks := layout.sequence_parallel) > 1 and config.num_attention_heads % ranks:
-            raise ValueError(
-                "learner.fsdp.sequence_parallel must divide the attention heads "
-                f"({config.num_attention_heads}), got {ranks}"
-            )
+        check_ulysses(config, layout.sequence_parallel)
         if getattr(config, "quantization_config", None) is not None:
             raise ValueError("model.path must hold weights that are not quantized, got a quantization_config")
         options = {
             "dtype": torch.float32,
-            "attn_implementation": "ulysses" if ranks > 1 else str(self._attention),
+            "attn_implementation": "ulysses" if layout.sequence_parallel > 1 else str(self._attention),
         }
         with torch.random.fork_rng():
             # A critic's head and adapters are drawn at random: the same ones on any number of ranks.
@@ -235,18 +232,17 @@ class FsdpEngine:
         Both are on the CPU. With sequence parallelism each rank computes its slice of the tokens, and all
         ranks return the whole.
         """
-        group, targets = self._sequence_group, packed.targets
-        row = pad_packed(packed, self.share.pad_multiple)
-        size = len(row.tokens) // self.share.pad_multiple
-        start = 0 if group is None else group.rank() * size
-        # This rank has the tokens from `start` on. The output at token t - 1 predicts token t, so its targets
-        # lie one further.
-        mine, targets = slice(start, start + size), targets[(targets > start) & (targets <= start + size)]
+        group, row = self._sequence_group, pad_packed(packed, self.share.pad_multiple)
+        own = OwnTokens.of_rank(
+            len(row.tokens), 0 if group is None else group.rank(), self.share.pad_multiple
+        )
+        mine, targets = own.slice, packed.targets[own.find_targets(packed.targets)]
         extra = {} if group is None else {"inner": str(self._attention), "sequence_group": group}
         self._forward_pass.begin_pass(packed, row, mine, self._model.config, self._replays, self._device)
         cu_seqlens = row.cu_seqlens.to(self._device)
         self._head.ask_tokens(
-            sources=(targets - 1 - start).to(self._device), targets=packed.tokens[targets].to(self._device)
+            sources=(targets - 1 - own.start).to(self._device),
+            targets=packed.tokens[targets].to(self._device),
         )
         out = self._model(
             input_ids=row.tokens[mine].to(self._device)[None],
@@ -263,7 +259,7 @@ class FsdpEngine:
             0, targets.to(out.device), out
         )
         if group is not None:
-            spread = _SumOverRanks.apply(spread, group)
+            spread = join_outputs(spread, group)
         return tuple(spread.cpu().unbind(-1))
 
     @torch.no_grad()
@@ -417,24 +413,6 @@ def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                 yield name, buffer
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """Sums the ranks' outputs, each of which is zero but for the rank's own tokens.
-
-    All ranks go on with the same loss of the whole, so the gradient of a rank's own part is the whole's
-    gradient, unsummed.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-        whole = mine.clone()
-        dist.all_reduce(whole, group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
 
 
 def _copy_to_host(tensor: Tensor) -> Tensor:

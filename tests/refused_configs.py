@@ -112,9 +112,13 @@ learner.engine=megatron learner.attention=varlen
 learner.megatron.tensor_parallel=2
     learner.megatron must be left alone unless learner.engine=megatron
 learner.engine=megatron learner.ranks=3 learner.megatron.tensor_parallel=2
-    tensor_parallel × pipeline_parallel must divide learner.ranks, got 2 × 1 and 3
+    tensor_parallel × pipeline_parallel × context_parallel must divide learner.ranks, got 2 × 1 × 1 and 3
+learner.engine=megatron learner.ranks=4 learner.megatron.tensor_parallel=2 learner.megatron.context_parallel=4
+    tensor_parallel × pipeline_parallel × context_parallel must divide learner.ranks, got 2 × 1 × 4 and 4
+learner.megatron.context_parallel=2
+    learner.megatron must be left alone unless learner.engine=megatron
 learner.engine=megatron learner.ranks=2 learner.megatron.tensor_parallel=2 learner.megatron.expert_parallel=2
-    learner.megatron.expert_parallel must divide the data-parallel ranks .* got 2 and 1
+    learner.megatron.expert_parallel must divide the data- and context-parallel ranks .* got 2 and 1
 learner.gpus=2
     learner.gpus must be 0, in \[0.05, 1\], got 2.0
 generators.grace_s=-1

@@ -72,6 +72,7 @@ ROWS = {
     "2, experts": AdapterRow(2, "qwen3_moe"),
     "2, offload": AdapterRow(2, options={"cpu_offload": True}),
     "2 x 2 replicas": AdapterRow(4, options={"replicas": 2}),
+    "2, ulysses": AdapterRow(2, options={"sequence_parallel": 2}),
 }
 
 

@@ -141,6 +141,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "pipeline, tied": ("qwen2", 2, {"pipeline_parallel": 2}),
     "data": ("qwen3", 2, {}),
     "experts": ("qwen3_moe", 2, {"expert_parallel": 2}),
+    "context": ("qwen3", 2, {"context_parallel": 2}),
     "tensor x pipeline": ("qwen3", 4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
 }
 
@@ -303,8 +304,8 @@ def test_a_gradient_that_is_not_finite_updates_nothing(name: str, lives: Lives) 
 
 
 def heads_of(world: World, model: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Checks two-way tensor parallelism in a pipeline: chunks at the head, entropy, a critic, a frozen model,
-    other sizes."""
+    """Checks two-way tensor parallelism in a pipeline, or with context parallelism: chunks at the head,
+    entropy, a critic, a frozen model, other sizes."""
     heads.CHUNK_ELEMENTS = 5 * 24
     parts, found = parts_of(40), {}
     engine = MegatronEngine(model, **OPTIONS, **options, entropy_gradient=True)
@@ -338,13 +339,18 @@ def squared_error(values: Tensor, entropy: Tensor, packed: Packed) -> Tensor:
     return ((values - packed.positions / 10) ** 2).sum() / sum(LENGTHS)
 
 
-@pytest.fixture(scope="module")
-def divided_heads(folder: Path) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=["pipeline_parallel", "context_parallel"])
+def divided_heads(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
     ranks = on_ranks(
-        4, heads_of, folder / "heads", folder / "qwen3", {"tensor_parallel": 2, "pipeline_parallel": 2}
+        4,
+        heads_of,
+        folder / f"heads, {request.param}",
+        folder / "qwen3",
+        {"tensor_parallel": 2, request.param: 2},
     )
-    assert [found["speaks"] for found in ranks] == [False, False, True, False]
-    return ranks[2] | {"weights": ranks[0]["weights"]}
+    last = 2 if request.param == "pipeline_parallel" else 0
+    assert [found["speaks"] for found in ranks] == [rank == last for rank in range(4)]
+    return ranks[last] | {"weights": ranks[0]["weights"]}
 
 
 def test_entropy_carries_gradient_where_a_loss_leads_through_it_and_only_there(
@@ -432,7 +438,7 @@ def test_what_megatron_cannot_have_is_refused_at_the_start(folder: Path, tmp_pat
     with pytest.raises(ValueError, match="expert_parallel must be 1 for a model without experts, got 2"):
         MegatronEngine(folder / "qwen3", expert_parallel=2)
     config = AutoConfig.from_pretrained(folder / "qwen3_moe")
-    found = "\n".join(find_problems(config, ParallelSizes(3, 4, 3), 12))
+    found = "\n".join(find_problems(config, ParallelSizes(3, 4, 3, 5), 12))
     for what in (
         "attention heads, got 3 for 4",
         "key-value heads, got 3 for 2",
@@ -440,7 +446,9 @@ def test_what_megatron_cannot_have_is_refused_at_the_start(folder: Path, tmp_pat
         "experts, got 3 for 4",
     ):
         assert what in found
-    assert "3 · 4 · 3 for 12" in found
+    assert "3 · 4 · 3 for 12" in found and "3 · 4 · 5 for 12" in found
+    found = "\n".join(find_problems(config, ParallelSizes(2, context_parallel=4), 8))
+    assert "context_parallel must divide the attention heads of a tensor-parallel rank, got 4 for 2" in found
     config.sliding_window = 8  # of all layers: this family has no list of their kinds
     assert find_problems(config, ParallelSizes(), 1) == ["sliding_window of model.path must be none, got 8"]
     torch.manual_seed(0)

@@ -67,6 +67,19 @@ ENGINE_ROWS = {
     "megatron TP2 x PP2": EngineRow("megatron", 4, "qwen3", {"tensor_parallel": 2, "pipeline_parallel": 2}),
     "megatron EP2": EngineRow("megatron", 2, "qwen3_moe", {"expert_parallel": 2}),
     "megatron TP2 x EP2": EngineRow("megatron", 4, "qwen3_moe", {"tensor_parallel": 2, "expert_parallel": 2}),
+    "megatron CP2": EngineRow("megatron", 2, "qwen3", {"context_parallel": 2}),
+    "megatron CP2, qwen2 (tied), branches": EngineRow(
+        "megatron", 2, "qwen2", {"context_parallel": 2}, branched=True
+    ),
+    "megatron CP2 x TP2": EngineRow("megatron", 4, "qwen3", {"context_parallel": 2, "tensor_parallel": 2}),
+    "megatron CP2 x PP2, qwen2 (tied)": EngineRow(
+        "megatron", 4, "qwen2", {"context_parallel": 2, "pipeline_parallel": 2}
+    ),
+    "megatron CP2 x DP2": EngineRow("megatron", 4, "llama", {"context_parallel": 2}),
+    "megatron CP2 = EP2, balanced, replayed": EngineRow(
+        "megatron", 2, "qwen3_moe", {"context_parallel": 2, "expert_parallel": 2}, BALANCE, True
+    ),
+    "megatron CP4 of 2 key heads": EngineRow("megatron", 4, "qwen3", {"context_parallel": 4}),
     "fsdp 2, two hosts": EngineRow("fsdp", 2, num_hosts=2),
     "megatron TP2, two hosts": EngineRow("megatron", 2, "qwen3", {"tensor_parallel": 2}, num_hosts=2),
     "megatron PP2, two hosts": EngineRow("megatron", 2, "llama", {"pipeline_parallel": 2}, num_hosts=2),

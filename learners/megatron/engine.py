@@ -1,5 +1,5 @@
-"""The Megatron-core engine: tensor, pipeline, sequence, expert and data parallelism with the distributed
-optimizer.
+"""The Megatron-core engine: tensor, pipeline, sequence, context, expert and data parallelism with the
+distributed optimizer.
 
 On a CPU everything is float32. On a GPU with `dtype=bfloat16` parameters are bfloat16, and the optimizer
 keeps float32 copies divided over the data-parallel ranks; gradients are added up in float32.
@@ -69,6 +69,7 @@ def _make_process_groups(sizes: ParallelSizes) -> None:
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tensor_parallel,
         pipeline_model_parallel_size=sizes.pipeline_parallel,
+        context_parallel_size=sizes.context_parallel,
         expert_model_parallel_size=sizes.expert_parallel,
         expert_tensor_parallel_size=sizes.expert_tensor_parallel,
         create_gloo_process_groups=False,
@@ -118,7 +119,7 @@ class MegatronEngine:
         Raises ValueError for a model that Megatron does not know, or that these sizes do not divide.
         """
         config, cuda = AutoConfig.from_pretrained(path), torch.cuda.is_available()
-        self._sizes = ParallelSizes(tensor_parallel, pipeline_parallel, expert_parallel)
+        self._sizes = ParallelSizes(tensor_parallel, pipeline_parallel, expert_parallel, context_parallel)
         if found := find_problems(config, self._sizes, dist.get_world_size()):
             raise ValueError("\n".join(found))
         self._publish_dtype, self._bucket_bytes = getattr(torch, dtype), bucket_bytes
@@ -159,8 +160,8 @@ class MegatronEngine:
         self.share = Share(
             mpu.get_data_parallel_rank(),
             mpu.get_data_parallel_world_size(),
-            holds_results=mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0,
-            pad_multiple=tensor_parallel,
+            holds_results=mpu.is_pipeline_last_stage() and mpu.get_tensor_and_context_parallel_rank() == 0,
+            pad_multiple=tensor_parallel * context_parallel,
         )
 
     def _load_model(self) -> None:

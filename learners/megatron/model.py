@@ -21,9 +21,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from learners import heads
 from learners.flops import head_dim
-from learners.megatron.stand_ins import make_block_spec
+from learners.megatron import stand_ins
 from learners.packing import Packed, pad_packed
 from learners.routing import ForwardPass
+from learners.sequence_ranks import OwnTokens, join_outputs
 
 SUPPORTED_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 SUPPORTED_ROPES = ("default", "linear", "llama3")
@@ -36,6 +37,7 @@ class ParallelSizes:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     expert_parallel: int = 1
+    context_parallel: int = 1
 
     @property
     def expert_tensor_parallel(self) -> int:
@@ -55,6 +57,7 @@ def find_problems(config: Any, sizes: ParallelSizes, world: int) -> list[str]:
             f"got {config.model_type}"
         ]
     tensor, pipeline, expert = sizes.tensor_parallel, sizes.pipeline_parallel, sizes.expert_parallel
+    context = sizes.context_parallel
     found = []
 
     def require_divisor(field: str, value: int, what: str, number: int) -> None:
@@ -66,6 +69,11 @@ def find_problems(config: Any, sizes: ParallelSizes, world: int) -> list[str]:
     require_divisor("tensor_parallel", tensor, "the size of the vocabulary", config.vocab_size)
     require_divisor("tensor_parallel", tensor, "the intermediate size", config.intermediate_size)
     require_divisor("pipeline_parallel", pipeline, "the number of layers", config.num_hidden_layers)
+    if config.num_attention_heads % tensor == 0:
+        per_rank = config.num_attention_heads // tensor
+        require_divisor(
+            "context_parallel", context, "the attention heads of a tensor-parallel rank", per_rank
+        )
     if experts := getattr(config, "num_experts", 0):
         require_divisor("expert_parallel", expert, "the number of experts", experts)
         require_divisor(
@@ -77,6 +85,11 @@ def find_problems(config: Any, sizes: ParallelSizes, world: int) -> list[str]:
         found.append(
             "learner.megatron.tensor_parallel · pipeline_parallel · expert_parallel must divide "
             f"learner.ranks, got {tensor} · {pipeline} · {expert} for {world}"
+        )
+    if world % (tensor * pipeline * context):
+        found.append(
+            "learner.megatron.tensor_parallel · pipeline_parallel · context_parallel must divide "
+            f"learner.ranks, got {tensor} · {pipeline} · {context} for {world}"
         )
     if config.hidden_act != "silu":
         found.append(f"hidden_act of model.path must be silu, got {config.hidden_act}")
@@ -126,6 +139,7 @@ def make_transformer_config(
         tensor_model_parallel_size=sizes.tensor_parallel,
         pipeline_model_parallel_size=sizes.pipeline_parallel,
         sequence_parallel=sizes.tensor_parallel > 1,
+        context_parallel_size=sizes.context_parallel,
         # Each microbatch has a length of its own.
         variable_seq_lengths=True,
         # Variable lengths require this dispatcher, in dense models too.
@@ -170,7 +184,8 @@ def _keep_tensor(tensor: Tensor) -> Tensor:
 class MegatronModel(GPTModel):
     """One rank's part of the model.
 
-    Pipeline stages hand on [T', 1, H]; T' is this rank's part of the padded tokens.
+    Pipeline stages hand on [T', 1, H]; T' is this rank's part of the padded tokens. Context-parallel ranks
+    have one part after another of them, and within such a part tensor-parallel ranks.
     """
 
     def __init__(
@@ -185,7 +200,7 @@ class MegatronModel(GPTModel):
         first, last = mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()
         super().__init__(
             transformer,
-            make_block_spec(transformer),
+            stand_ins.make_block_spec(transformer),
             config.vocab_size,
             config.max_position_embeddings,
             pre_process=first,
@@ -193,6 +208,7 @@ class MegatronModel(GPTModel):
             share_embeddings_and_output_weights=config.tie_word_embeddings and not critic,
             position_embedding_type="rope",
             rotary_base=config.rope_parameters["rope_theta"],
+            pg_collection=stand_ins.make_layer_groups(),
         )
         rope = config.rope_parameters["rope_type"]
         if rope != "default":
@@ -214,35 +230,63 @@ class MegatronModel(GPTModel):
     def forward(self, packed: Packed) -> Tensor:
         """Returns on the last stage [K, 2]: log-probability, or value, and entropy of each of the K
         `packed.targets`."""
-        device = next(self.parameters()).device
-        padded = pad_packed(packed, self.config.tensor_model_parallel_size)
-        size = len(padded.tokens) // self.config.tensor_model_parallel_size
-        start = mpu.get_tensor_model_parallel_rank() * size
+        device, tensor = next(self.parameters()).device, self.config.tensor_model_parallel_size
+        context = self.config.context_parallel_size
+        padded = pad_packed(packed, tensor * context)
+        own = OwnTokens.of_rank(len(padded.tokens), mpu.get_context_parallel_rank(), context)
+        place = mpu.get_context_parallel_rank() * tensor + mpu.get_tensor_model_parallel_rank()
+        within_layers = OwnTokens.of_rank(len(padded.tokens), place, context * tensor)
         self.forward_pass.begin_pass(
-            packed, padded, slice(start, start + size), self._hugging_face, self.replays, device
+            packed, padded, within_layers.slice, self._hugging_face, self.replays, device
         )
-        cu_seqlens, longest = padded.cu_seqlens.to(device), padded.max_seqlen
-        hidden = self.embedding(padded.tokens.to(device)[None], None) if self.pre_process else None
+        tokens = padded.tokens[own.slice].to(device)
+        hidden = self.embedding(tokens[None], None) if self.pre_process else None
         hidden = self.decoder(
             hidden,
             None,
-            rotary_pos_emb=self.rotary_pos_emb(longest, packed_seq=True),
+            rotary_pos_emb=self._find_angles(padded.positions[own.slice].to(device), padded.max_seqlen),
             padding_mask=None if self.forward_pass.valid is None else self.forward_pass.valid[None],
-            packed_seq_params=PackedSeqParams(
-                "thd", cu_seqlens, cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
-            ),
+            packed_seq_params=self._describe_sequences(padded, device),
         )
-        return self._compute_head(hidden, packed) if self.post_process else hidden
+        return self._compute_head(hidden, packed, own) if self.post_process else hidden
 
-    def _compute_head(self, hidden: Tensor, packed: Packed) -> Tensor:
+    def _find_angles(self, positions: Tensor, longest: int) -> Tensor:
+        """Returns [T', 1, 1, d] the angles of rotary embeddings at these positions [T'].
+
+        Megatron keeps the tables of the last 32 lengths, so it is asked for powers of two only.
+        """
+        table = self.rotary_pos_emb(1 << (longest - 1).bit_length(), packed_seq=True)
+        return table.index_select(0, positions)
+
+    def _describe_sequences(self, padded: Packed, device: torch.device) -> PackedSeqParams:
+        """Returns the ends of all ranks' sequences for attention, and beside them the one length of this
+        rank's tokens, whose angles `_find_angles` has put in order already, for Megatron's rotary embedding.
+        """
+        cu_seqlens, longest = padded.cu_seqlens.to(device), padded.max_seqlen
+        found = PackedSeqParams("thd", cu_seqlens, cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
+        if self.config.context_parallel_size > 1:
+            size = len(padded.tokens) // self.config.context_parallel_size
+            found.cu_seqlens_q_padded = found.cu_seqlens_kv_padded = cu_seqlens.new_tensor([0, size])
+        return found
+
+    def _compute_head(self, hidden: Tensor, packed: Packed, own: OwnTokens) -> Tensor:
         if self.config.sequence_parallel:
             # In the backward pass every rank has the whole gradient of a value, but only its own vocabulary's
             # part of the gradient of a log-probability, so only the latter is summed over the ranks.
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=self.score is None
             )
-        targets = packed.targets
-        hidden = hidden[:, 0].index_select(0, (targets - 1).to(hidden.device))
+        places = own.find_targets(packed.targets)
+        targets = packed.targets[places]
+        hidden = hidden[:, 0].index_select(0, (targets - 1 - own.start).to(hidden.device))
+        out = self._compute_outputs(hidden, packed.tokens[targets].to(hidden.device))
+        if self.config.context_parallel_size == 1:
+            return out
+        spread = out.new_zeros(len(packed.targets), 2).index_copy(0, places.to(out.device), out)
+        return join_outputs(spread, mpu.get_context_parallel_group())
+
+    def _compute_outputs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """[K, H], [K] int64 -> [K, 2]: log-probability of these tokens, or value, and entropy."""
         if self.score is not None:
             values = self.score(hidden).float()[:, 0]
             return torch.stack([values, torch.zeros_like(values)], -1)
@@ -251,7 +295,6 @@ class MegatronModel(GPTModel):
             if self.share_embeddings_and_output_weights
             else self.output_layer.weight  # type: ignore[attr-defined]
         )
-        tokens = packed.tokens[targets].to(hidden.device)
         return vocab_parallel_logprobs(hidden, weight, tokens, self._temperature, self._entropy_gradient)
 
 

@@ -7,14 +7,16 @@ Call `install_stand_ins()` before any model is made, and wrap everything that Me
 import contextlib
 import warnings
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from megatron.core import optimizer
+from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
@@ -22,6 +24,8 @@ from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from configs.learner import Attention
 
 HAVE_TE = torch.cuda.is_available() and find_spec("transformer_engine") is not None
 
@@ -108,8 +112,32 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
+class OneRank:
+    """Stands for the context-parallel group within Megatron's layers.
+
+    Megatron divides every sequence of its own into twice as many parts as there are ranks, and rotates
+    queries and keys for that. Here a rank has one run of tokens, with the ends of sequences anywhere, and
+    layers see it as a whole: only `PackedAttention` knows of the other ranks.
+    """
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def make_layer_groups() -> ProcessGroupCollection:
+    """Returns the process groups of a model's layers."""
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    groups.cp = OneRank()
+    return groups
+
+
 class PackedAttention(MegatronModule):
-    """Replaces Megatron's own attention, which refuses packed sequences without TransformerEngine."""
+    """Replaces Megatron's own attention, which refuses packed sequences without TransformerEngine, and
+    TransformerEngine's where ranks share the tokens: each then computes some heads of all ranks' tokens
+    (`learners.attention.ulysses_attention`)."""
 
     def __init__(
         self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any
@@ -127,9 +155,13 @@ class PackedAttention(MegatronModule):
         **__: Any,
     ) -> Tensor:
         """[T, heads, d], [T, groups, d] twice -> [T, heads · d]."""
-        from learners.attention import padded_sdpa, varlen_attention
+        from learners.attention import padded_sdpa, ulysses_attention, varlen_attention
 
-        attend = varlen_attention if query.is_cuda and query.dtype is torch.bfloat16 else padded_sdpa
+        has_kernel, group = query.is_cuda and query.dtype is torch.bfloat16, mpu.get_context_parallel_group()
+        attend = varlen_attention if has_kernel else padded_sdpa
+        if group.size() > 1:
+            inner = str(Attention.varlen if has_kernel else Attention.packed_sdpa)
+            attend = partial(ulysses_attention, inner=inner, sequence_group=group)
         q, k, v = (packed.transpose(0, 1)[None] for packed in (query, key, value))
         out, _nothing = attend(
             self,
@@ -137,7 +169,7 @@ class PackedAttention(MegatronModule):
             k,
             v,
             None,
-            self._scale,
+            scaling=self._scale,
             cu_seq_lens_q=packed_seq_params.cu_seqlens_q,
             max_length_q=packed_seq_params.max_seqlen_q,
         )
@@ -148,7 +180,10 @@ def make_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """Returns the layers of this pipeline stage: TransformerEngine's, or Megatron's own with the classes
     above."""
     if HAVE_TE:
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+        block = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+        for layer in block.layer_specs if config.context_parallel_size > 1 else ():
+            layer.submodules.self_attention.submodules.core_attention = PackedAttention
+        return block
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     block.layer_norm = RMSNorm
     for layer in block.layer_specs:

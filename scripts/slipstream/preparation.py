@@ -16,14 +16,17 @@ from typing import Any
 
 from buffers.files import UNFINISHED, naming_full_disk, replace_file
 from buffers.journal import lock_journal
+from buffers.limits import check_group_size
 from buffers.parcels import MODEL, PARCELS
 from buffers.samplers import load_sampler
 from buffers.supply import PromptSupply
 from buffers.terms import compare_sources, make_source_terms, make_terms
+from buffers.vocabulary import read_routing
 from configs.data import make_absolute
 from configs.generators import EngineKind
 from configs.learner import LearnerKind
 from configs.load import parse_config, to_yaml
+from configs.positions import check_positions
 from configs.schema import Config
 from generators.data.prepare import count_repeats, prepare_data
 from generators.data.run_data import FileLists, list_prepared_files, make_limit, resume_data
@@ -316,6 +319,8 @@ def resolve_model(config: Config) -> Path:
             f"model.path must be a Hugging Face model folder or `tiny`, got {path} without a config.json"
             f"{explain_download(config.model.path)}"
         )
+    check_positions(json.loads((path / "config.json").read_text()), config.generators.max_model_len)
+    check_group_size(config, read_routing(path, config.learner.moe.router_replay))
     return path.resolve()
 
 
