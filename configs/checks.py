@@ -7,7 +7,7 @@ from configs.corrections import Proximal
 from configs.generators import EngineKind
 from configs.learner import LearnerKind
 from configs.parallel import LoraPublish
-from configs.placement import CriticPlace
+from configs.placement import CriticPlace, PlacementMode
 from configs.schema import Config, Role
 from configs.setting import Condition, find_problems
 from configs.staleness import Controller, OnLate
@@ -23,7 +23,13 @@ def find_config_problems(config: Config) -> list[str]:
     Rules across sections are asked only when every section keeps its own: they speak of sections that are
     right by themselves.
     """
-    groups = (_engine_conditions, _batch_conditions, _staleness_conditions, _address_conditions)
+    groups = (
+        _engine_conditions,
+        _batch_conditions,
+        _staleness_conditions,
+        _address_conditions,
+        _turn_conditions,
+    )
     return find_problems(config) or [
         condition.problem for group in groups for condition in group(config) if not condition.holds
     ]
@@ -233,6 +239,48 @@ def _address_conditions(config: Config) -> list[Condition]:
             "episodes.gateway.port",
             "be 0 with several generators (each needs a port of its own)",
             f"{gateway.port} with {', '.join(config.engine_names)}",
+        ),
+    ]
+
+
+def _turn_conditions(config: Config) -> list[Condition]:
+    """Returns the rules of `placement.mode=colocated`."""
+    if config.placement.mode is not PlacementMode.colocated:
+        return []
+    transport, learner, generators = config.sync.transport, config.learner, config.generators
+    through_host = [one for one in Transport if one not in (Transport.nccl, Transport.cuda_ipc)]
+    return [
+        Condition(
+            config.role is Role.all,
+            "placement.mode",
+            "be apart with role=generators (generators that join a run have GPUs of their own, and work at any "
+            "time)",
+            config.placement.mode,
+        ),
+        Condition(
+            config.cluster.address is None,
+            "cluster.address",
+            "be null with placement.mode=colocated (learner and engines are on one host)",
+            config.cluster.address,
+        ),
+        Condition(
+            transport in through_host,
+            "sync.transport",
+            f"be one of {', '.join(through_host)} with placement.mode=colocated (weights go through the host's "
+            "memory, because engines sleep while they are published)",
+            transport,
+        ),
+        Condition(
+            generators.count > 0,
+            "generators.count",
+            "be at least 1 with placement.mode=colocated",
+            generators.count,
+        ),
+        Condition(
+            learner.gpus in (None, 0) and generators.gpus in (None, 0),
+            "learner.gpus and generators.gpus",
+            "be null, or 0, with placement.mode=colocated (each has whole GPUs in its turn)",
+            f"{learner.gpus} and {generators.gpus}",
         ),
     ]
 

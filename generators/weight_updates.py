@@ -119,8 +119,13 @@ class WeightUpdates:
         version = self._newest_version if self._preparation is None else self._preparation.version
         return f"fetching version {version}", before != self._seen_bytes
 
-    def update_engine(self) -> int | None:
+    def note_lost_weights(self) -> None:
+        """The engine has slept, and has lost its weights: it needs a version, were it the one before."""
+        self.held_locator = ""
+
+    def update_engine(self, *, may_load: bool = True) -> int | None:
         """Loads the newest version if it is prepared; returns its number, or None when nothing was loaded.
+        `may_load=False`: the engine sleeps, and the version is only fetched.
 
         With `sync.in_flight=false` it waits until the engine has finished all samples. Raises DigestMismatch
         when a version mismatches twice, and whatever else preparing or loading raises.
@@ -129,6 +134,8 @@ class WeightUpdates:
         if self.is_current or self._is_missing:
             return None
         self._preparation = preparation = self._choose_preparation(self._newest_locator)
+        if not may_load:
+            return None
         if not preparation.source.done() and not is_busy:
             wait([preparation.source], WAIT_S)
         if not preparation.source.done():

@@ -29,6 +29,7 @@ from learners.memory import GIB, MemoryMeter
 from learners.packing import Batch, batch_from_arrow
 from learners.parity import ParityWatch, check_probe
 from learners.step import Trainer
+from learners.turns import OwnGpu
 from learners.world import World
 from sync.publisher import Publisher
 from sync.stream import TensorPart
@@ -71,9 +72,10 @@ class Learner:
         incarnation: str = "",
         probes: bool = False,
         say: Callable[[str], None] = lambda activity: None,
+        turns: OwnGpu | None = None,
     ) -> None:
         """`publisher` is None on all ranks but the first. `writers` is a second world of all ranks, for the
-        checkpoint's thread.
+        checkpoint's thread. `turns`: the rank shares its GPU with engines, and has its turn now.
 
         `probes`: there are engines whose log-probabilities are compared with the learner's. `say` receives
         the rank's activity whenever it begins something that may take long, and again when it gets on with
@@ -82,6 +84,8 @@ class Learner:
         self._config, self._folder, self._source, self._trainer = config, folder, source, trainer
         self._publisher, self._rank, self._incarnation = publisher, rank, incarnation
         self._world, self._meter = world or World(), meter or MemoryMeter(cuda=False)
+        self._turns = turns or OwnGpu()
+        self._turns.hand_over(trainer.models)
         self._feed = Feed(source, self._world, self._log_wait)
         self._writer = checkpoint.CheckpointWriter(
             folder / "checkpoints", config.learner.keep_checkpoints, writers or World()
@@ -107,16 +111,21 @@ class Learner:
         the run is stopped; in both cases with a checkpoint.
         """
         try:
-            self._publish_version()
+            with self._turns.hold("publishing the first version"):
+                self._publish_version()
             if self._probes:
                 self._compare_probe()
             while (batch := self._take_batch()) is not None:
-                metrics, num_trained = self._train_step(batch)
-                self._publish_version()
-                self._report_step(metrics, num_trained)
-                self._report_checkpoint()
-                if self.step % self._config.learner.checkpoint_every == 0:
-                    self._begin_checkpoint()
+                with self._turns.hold(f"training step {self.step}"):
+                    metrics, num_trained = self._train_step(batch)
+                    self._publish_version()
+                    is_saved = self.step % self._config.learner.checkpoint_every == 0
+                    if not is_saved:
+                        self._turns.end()
+                    self._report_step(metrics, num_trained)
+                    self._report_checkpoint()
+                    if is_saved:
+                        self._begin_checkpoint()
                 if self._probes and is_probed(self._config, self.step):
                     self._compare_probe()
             if self._saved_step != self.step:
@@ -129,6 +138,7 @@ class Learner:
             self._source.close()
             if self._publisher is not None:
                 self._publisher.close()
+            self._turns.close()
 
     def _begin_activity(self, activity: str) -> None:
         """Says what the rank does from now on.
@@ -202,7 +212,7 @@ class Learner:
             report = m.ReportTrainedStep(
                 step=self.step - 1,
                 num_trained=num_trained,
-                idle_s=self._feed.waited_s,
+                idle_s=self._feed.waited_s + self._turns.waited_s,
                 alive_s=time.monotonic() - self._began,
                 metrics=metrics,
             )
@@ -240,7 +250,8 @@ class Learner:
             ledger=read_ledger(self._source) if self._rank == 0 else None,
             engine=str(self._config.learner.engine),
         )
-        write = self._trainer.models.copy_state()
+        with self._turns.hold(self._activity):
+            write = self._trainer.models.copy_state()
         self._tell_buffer(self._writer.begin_checkpoint(manifest, write, self._repeat_activity))
         waited_s = time.monotonic() - began
         log.info("checkpoint of step %d begun: training has waited %.2f s for it", self.step, waited_s)
@@ -286,7 +297,8 @@ class Learner:
             return
         probe = batch_from_arrow(pa.Table.from_batches([decode_batch(rows)]))
         self._begin_activity("comparing the parity probe")
-        logprobs, is_later = self._trainer.infer_logprobs(probe), self.step > self._first_step
+        with self._turns.hold(self._activity):
+            logprobs, is_later = self._trainer.infer_logprobs(probe), self.step > self._first_step
         self._probe_metrics = check_probe(probe, logprobs, self._config, self.step, again=is_later)
 
     def _take_probe(self) -> bytes:
