@@ -253,8 +253,8 @@ def _turn_conditions(config: Config) -> list[Condition]:
         Condition(
             config.role is Role.all,
             "placement.mode",
-            "be apart with role=generators (generators that join a run have GPUs of their own, and work at any "
-            "time)",
+            "be apart with role=generators (generators that join a run have GPUs of their own, and work at "
+            "any time)",
             config.placement.mode,
         ),
         Condition(
@@ -266,8 +266,8 @@ def _turn_conditions(config: Config) -> list[Condition]:
         Condition(
             transport in through_host,
             "sync.transport",
-            f"be one of {', '.join(through_host)} with placement.mode=colocated (weights go through the host's "
-            "memory, because engines sleep while they are published)",
+            f"be one of {', '.join(through_host)} with placement.mode=colocated (weights go through the "
+            "host's memory, because engines sleep while they are published)",
             transport,
         ),
         Condition(

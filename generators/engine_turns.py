@@ -4,8 +4,9 @@
       ▲                                                                      │
       └── `Engine.wake` ◀── takes all turns ◀── nobody calls, all are free ──┘
 
-The generator's loop goes round in both states. While the engine sleeps, the generator asks for leases, begins
-groups, scores, hands in and sends heartbeats; the newest version is fetched. Only what needs the engine waits.
+The generator's loop goes round in both states. While the engine sleeps, the generator asks for leases,
+begins groups, scores, hands in and sends heartbeats, and the newest version is fetched. Only what needs the
+engine waits.
 """
 
 import logging

@@ -266,8 +266,8 @@ class VllmEngine:
             self._restart_unsampled()
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """On a GPU, samples under way lose their KV, and it is computed again. Weights go to the host's memory
-        with `keep_weights`; else they are dropped, because `load_version` brings them anew."""
+        """On a GPU, samples under way lose their KV, and it is computed again. Weights go to the host's
+        memory with `keep_weights`; else they are dropped, because `load_version` brings them anew."""
         if not self._sleeps:
             return
         self._core.sleep(level=1 if keep_weights else 2, mode="keep")

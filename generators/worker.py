@@ -309,8 +309,10 @@ class Generator:
     def _exchange_turns(self) -> None:
         if self._turns is None:
             return
-        had_version = self._engine.version is not None
+        had_version, was_awake = self._engine.version is not None, self._is_awake
         self._turns.exchange(self._engine, self._heart)
+        if self._is_awake != was_awake:
+            self._groups.pause_episodes(was_awake)
         if had_version and self._engine.version is None:
             self._updates.note_lost_weights()
 

@@ -14,8 +14,8 @@ from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
 FREED_S = 20.0
-"""Seconds in which the driver has to free the memory of a process that was killed: the kernel may have dropped
-its locks before."""
+"""Seconds in which the memory of a process that was killed becomes free. The kernel may have dropped its
+locks before."""
 RETRY_S = 0.1
 
 
@@ -33,8 +33,8 @@ class DeviceMemory:
         moves: Callable[[Tensor], bool] = is_on_gpu,
     ) -> None:
         """`list_kept` names the tensors whose contents come back; `list_dropped` those that are written anew
-        before they are read, such as buffers of gradients. Tensors for which `moves` is false stay: those that
-        are in the host's memory already."""
+        before they are read, such as buffers of gradients. Tensors for which `moves` is false stay: those
+        that are in the host's memory already."""
         self._list_kept, self._list_dropped, self._moves = list_kept, list_dropped, moves
         self._away: list[tuple[UntypedStorage, int]] = []
         """Emptied storages, with their bytes; those that are kept come first."""

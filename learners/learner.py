@@ -133,12 +133,13 @@ class Learner:
             self._report_checkpoint(wait=True)
             if self._rank == 0:
                 self._wait_for_evaluation()
+            # After an error the turn ends with the process, which has its memory until then.
+            self._turns.close()
         finally:
             self._writer.close()
             self._source.close()
             if self._publisher is not None:
                 self._publisher.close()
-            self._turns.close()
 
     def _begin_activity(self, activity: str) -> None:
         """Says what the rank does from now on.

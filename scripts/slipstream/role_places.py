@@ -29,9 +29,9 @@ from slipstream.role_placement import (
     divide_roles,
     read_wishes,
 )
-from slipstream.turn_placement import divide_turns, takes_turns
 from slipstream.roles import BufferRole, GeneratorRole, LearnerRole
 from slipstream.stop_signals import StopSignals
+from slipstream.turn_placement import divide_turns, takes_turns
 
 PLACED_S, EXTRA_S = 60.0, 5.0
 """Seconds that Ray may take to set aside what a run needs, because another run may hold it; and what one more

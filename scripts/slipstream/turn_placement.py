@@ -3,10 +3,11 @@
     2 GPUs, 2 ranks, 2 engines                    │ rank 0, engine 0 │ rank 1, engine 1 │
     2 GPUs, 2 ranks, 1 engine of tensor_parallel=2│ rank 0 │ rank 1 │, engine 0 on both
 
-A rank has the whole memory of its GPU in its turn, and the engines of a GPU have it together in theirs. Ray
-gives one GPU to its rank and engines in parts. It knows no parts of several GPUs: so it gives each rank one of
-those that an engine of several has, and none to the engine, which hears from the ranks which ones they are.
-This is arithmetic alone, as `role_placement.py` is.
+A rank has the whole memory of its GPU in its turn, and the engines of a GPU have it together in theirs.
+
+Ray gives one GPU to its rank and engines in parts. It knows no parts of several GPUs: so it gives each rank
+one of those that an engine of several has, and none to the engine, which hears from the ranks which ones they
+are. This is arithmetic alone, as `role_placement.py` is.
 """
 
 from collections.abc import Sequence
@@ -38,8 +39,8 @@ def divide_turns(nodes: Sequence[NodeRoom], wanted: RoleWishes, gpus_per_engine:
     """
     if (wanted.rank_gpus == 0) != (wanted.engine_gpus == 0):
         raise ValueError(
-            "learner.gpus and generators.gpus must both be null, or both 0, with placement.mode=colocated (ranks "
-            f"and engines have the same GPUs by turns), got {wanted.rank_gpus} and {wanted.engine_gpus}"
+            "learner.gpus and generators.gpus must both be null, or both 0, with placement.mode=colocated "
+            f"(they have the same GPUs by turns), got {wanted.rank_gpus} and {wanted.engine_gpus}"
         )
     ranks = divide_roles(nodes, replace(wanted, engines=0, evaluators=0)).ranks
     if not ranks[0].gpus:
@@ -48,8 +49,8 @@ def divide_turns(nodes: Sequence[NodeRoom], wanted: RoleWishes, gpus_per_engine:
     _check_processors(nodes, wanted)
     if len(ranks) % gpus_per_engine:
         raise ValueError(
-            "generators.tensor_parallel must divide the ranks of the learner with placement.mode=colocated (an "
-            f"engine has the GPUs of so many), got {gpus_per_engine} and {len(ranks)}"
+            "generators.tensor_parallel must divide the ranks of the learner with placement.mode=colocated "
+            f"(an engine has the GPUs of so many), got {gpus_per_engine} and {len(ranks)}"
         )
     num_groups = len(ranks) // gpus_per_engine
     placed, homes = list[RolePlace](), list[RolePlace]()
