@@ -15,23 +15,27 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 import torch
+from generator_run import OVERRIDES
 from ranks import on_ranks
+from runs import SIMULATED, StartedRun, assert_accounts_close
 from torch.distributed.tensor import DTensor
 
 from buffers.client import BufferClient
 from buffers.role_registry import ASLEEP, RoleRegistry
-from buffers.messages import RoleHeartbeat
+from buffers.messages import Acknowledged, RoleHeartbeat
+from buffers.driver_messages import RunNews, StopRun, WatchRun
+from buffers.run_status import RunStatus
 from buffers.server import BufferServer
 from buffers.trajectory import Trajectory, to_batch
 from configs.load import load_config, to_yaml
 from configs.parallel import LoraConfig
 from configs.placement import PlacementConfig, PlacementMode
-from generators.engine import Completion
+from generators.engine import Completion, Sample
 from generators.episode import SimulatedEpisodes
 from generators.episode_times import EpisodeTimes
 from generators.engine_turns import EngineTurns
 from generators.simulated_engine import SimulatedEngine
-from generators.worker import Generator
+from generators.worker import Generator, start_heartbeat
 from learners.device_memory import DeviceMemory
 from learners.engine import ModelKind
 from learners.fsdp import FsdpEngine
@@ -42,7 +46,8 @@ from learners.world import World as RankWorld
 from slipstream.role_placement import NodeRoom, RoleWishes
 from slipstream.turn_placement import divide_turns
 from sync.stream import collect_tensors
-from sync.turns import TurnLocks, open_turn_locks
+from sync.turns import TurnHolder, TurnLocks, open_turn_locks
+from sync.weight_source import WeightSource
 
 PATIENCE_S = 60.0
 
@@ -236,7 +241,9 @@ def train_with_turns(world: RankWorld, model: Path, rows: list[Trajectory], kind
 
 
 def train_all_with_turns(world: RankWorld, model: Path, rows: list[Trajectory]) -> dict[str, bool]:
-    return {kind: train_with_turns(world, model, rows, kind) for kind in ("fsdp", "lora", "critic", "megatron")}
+    return {
+        kind: train_with_turns(world, model, rows, kind) for kind in ("fsdp", "lora", "critic", "megatron")
+    }
 
 
 def test_models_that_are_offloaded_between_steps_train_to_the_same_bits(
@@ -251,3 +258,161 @@ def test_what_is_in_the_hosts_memory_already_is_left_there(fixed_model: Path, pr
     engine.offload()
     assert engine._memory.num_bytes_away == 0
     engine.onload()
+
+
+# ---- both sides
+
+
+class NotedEngine(SimulatedEngine):
+    """Notes all that needs the GPU."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__(tokens_per_s=1000, slots=8, mean_tokens=8, cv=1.0)
+        self.events = events
+
+    def add_sample(self, sample: Sample) -> None:
+        self.events.append("add")
+        super().add_sample(sample)
+
+    def step(self) -> list[Completion]:
+        self.events.append("step")
+        return super().step()
+
+    def load_version(self, source: WeightSource) -> None:
+        self.events.append("load")
+        super().load_version(source)
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        self.events.append("sleep")
+        super().sleep(keep_weights=keep_weights)
+        # As an engine on a GPU does.
+        if not keep_weights:
+            self.version = None
+
+    def wake(self) -> None:
+        self.events.append("wake")
+        super().wake()
+
+
+class NotedModels:
+    """Notes when a rank has its models on the GPU, and which version the buffer knows when they leave it."""
+
+    def __init__(self, events: list[str], client: BufferClient) -> None:
+        self.events, self.client = events, client
+
+    def offload(self) -> None:
+        status = self.client.call(WatchRun(after=0, wait_s=0.0), RunNews).status
+        self.events.append(f"offload at version {status.version}")
+
+    def onload(self) -> None:
+        self.events.append("onload")
+
+
+COLOCATED = [*OVERRIDES, "placement.mode=colocated", "run.steps=6", "learner.checkpoint_every=4"]
+"""A simulated run whose sides take turns."""
+
+
+def run_both_sides(folder: Path, *overrides: str, count: int = 1) -> tuple[list[str], RunStatus, set[str]]:
+    """Runs a learner here, and a buffer and generators in threads. Returns what happened, the last status, and
+    what the generators said that they do."""
+    config = load_config([*COLOCATED, *overrides])
+    events: list[str] = []
+    said: set[str] = set()
+    server = BufferServer(config, folder / "journal")
+    threads = [threading.Thread(target=server.run)]
+    threads[0].start()
+    watcher = BufferClient(server.address, timeout_s=PATIENCE_S)
+    client = BufferClient(server.address, timeout_s=PATIENCE_S)
+    learner = start_learner(config, folder, client, 0, f"file://{folder}/meet", None)
+    learner._turns.hand_over(NotedModels(events, watcher))
+    for number in range(count):
+        locks = open_turn_locks(folder, f"g{number}", None, 1, on_gpus=False)
+        turns = EngineTurns(locks, keeps_weights=not config.sync.in_flight)
+        own, name = BufferClient(server.address, timeout_s=PATIENCE_S), f"g{number}"
+
+        def generate(turns: EngineTurns = turns, own: BufferClient = own, name: str = name) -> None:
+            heart = start_heartbeat(own.open_another(), name)
+            note = heart.set_activity
+            heart.set_activity = lambda activity, moved=True: (said.add(activity), note(activity, moved))  # type: ignore
+            turns.wait_for_start(heart)
+            engine = NotedEngine(events)
+            Generator(name, config, own, engine, SimulatedEpisodes(), heart=heart, turns=turns).run()
+
+        threads.append(threading.Thread(target=generate))
+        threads[-1].start()
+    learner.run()
+    status = watcher.call(WatchRun(after=0, wait_s=0.0), RunNews).status
+    watcher.call(StopRun(reason="over"), Acknowledged)
+    for thread in threads[1:]:
+        thread.join(timeout=PATIENCE_S)
+        assert not thread.is_alive()
+    watcher.close()
+    server.stop()
+    threads[0].join(timeout=PATIENCE_S)
+    return events, status, said
+
+
+@pytest.mark.parametrize(
+    ("max_versions", "overrides", "count"),
+    [(0, (), 1), (0, ("sync.in_flight=false",), 2), (2, (), 2), (2, ("sync.in_flight=false",), 1)],
+)
+def test_no_engine_works_in_the_learners_turn_which_ends_when_its_version_is_announced(
+    tmp_path: Path, max_versions: int, overrides: tuple[str, ...], count: int
+) -> None:
+    events, status, said = run_both_sides(
+        tmp_path, f"staleness.max_versions={max_versions}", *overrides, count=count
+    )
+    assert status.num_trained_steps == 6 and not status.trained_twice
+    assert max(status.staleness_histogram) <= max_versions
+    for account in (status.tokens, status.groups):
+        rejected = sum(account.rejected.values())
+        assert account.total == account.trained + account.masked + rejected + account.in_flight
+    is_learners, ended = True, []
+    for event in events:
+        if event.startswith("offload"):
+            ended.append(int(event.rpartition(" ")[2]))
+        is_learners = event == "onload" or (is_learners and not event.startswith("offload"))
+        assert not is_learners or event == "onload", f"{event} in the learner's turn: {events}"
+    # The first turn publishes version 0. That of step 4 also copies a checkpoint, and so does a last one.
+    assert ended == [0, 1, 2, 3, 4, 5, 6, 6]
+    assert events.count("sleep") - events.count("wake") in (0, 1) and ASLEEP in said
+    assert not list(Path("/dev/shm").glob(f"slipstream-turns-{tmp_path.name}-*"))
+
+
+@pytest.mark.whole_run
+@pytest.mark.timeout(600)
+def test_a_run_goes_on_when_whoever_has_the_turn_is_killed_and_when_the_buffer_is(
+    start: Callable[..., StartedRun],
+) -> None:
+    run = start(
+        *SIMULATED, "placement.mode=colocated", "staleness.max_versions=2", "run.steps=16",
+        "learner.checkpoint_every=2", "generators.count=2", "generators.simulated.train_tokens_per_s=600",
+    )  # fmt: skip
+    turns = open_turn_locks(run.folder.resolve(), "watcher", None, 1, on_gpus=False)
+
+    def kill_holder(role: str) -> None:
+        found: list[TurnHolder] = []
+
+        def look() -> bool:
+            found[:] = [one for one in turns.find_holders() if one.role.startswith(role)]
+            return bool(found)
+
+        run.wait_for(look, f"a {role} that has the turn")
+        os.kill(found[0].pid, signal.SIGKILL)
+
+    try:
+        run.wait_for(lambda: run.steps() >= 2, "step 2")
+        kill_holder("generator")
+        run.wait_for(lambda: run.steps() >= 5, "step 5")
+        kill_holder("learner")
+        run.wait_for(lambda: (run.folder / "logs/buffer.log").exists() and bool(run.rewinds()), "rewind")
+        run.wait_for(lambda: run.steps() >= 9, "step 9")
+        run.lose_buffer()
+        status, said = run.finish()
+    finally:
+        turns.close()
+    assert status == 0, said
+    summary = run.summary()
+    assert summary["steps"] == 16 and summary["staleness"]["max"] <= 2
+    assert_accounts_close(summary)
+    run.assert_nothing_left()
