@@ -1,7 +1,6 @@
-"""Learner and engines have the same GPUs by turns (`placement.mode=colocated`): the locks, the models' memory,
-and whole runs of both sides in one process."""
+"""Learner and engines have the same GPUs by turns (`placement.mode=colocated`): the locks, the models'
+memory, and runs of both sides."""
 
-import asyncio
 import os
 import random
 import signal
@@ -9,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,19 +20,17 @@ from runs import SIMULATED, StartedRun, assert_accounts_close
 from torch.distributed.tensor import DTensor
 
 from buffers.client import BufferClient
-from buffers.role_registry import ASLEEP, RoleRegistry
-from buffers.messages import Acknowledged, RoleHeartbeat
 from buffers.driver_messages import RunNews, StopRun, WatchRun
+from buffers.messages import Acknowledged
+from buffers.role_registry import ASLEEP
 from buffers.run_status import RunStatus
 from buffers.server import BufferServer
 from buffers.trajectory import Trajectory, to_batch
-from configs.load import load_config, to_yaml
+from configs.load import load_config
 from configs.parallel import LoraConfig
-from configs.placement import PlacementConfig, PlacementMode
 from generators.engine import Completion, Sample
-from generators.episode import SimulatedEpisodes
-from generators.episode_times import EpisodeTimes
 from generators.engine_turns import EngineTurns
+from generators.episode import SimulatedEpisodes
 from generators.simulated_engine import SimulatedEngine
 from generators.worker import Generator, start_heartbeat
 from learners.device_memory import DeviceMemory
@@ -43,8 +40,6 @@ from learners.megatron.engine import MegatronEngine
 from learners.packing import batch_from_arrow, pack_rows
 from learners.startup import start_learner
 from learners.world import World as RankWorld
-from slipstream.role_placement import NodeRoom, RoleWishes
-from slipstream.turn_placement import divide_turns
 from sync.stream import collect_tensors
 from sync.turns import TurnHolder, TurnLocks, open_turn_locks
 from sync.weight_source import WeightSource
@@ -313,8 +308,8 @@ COLOCATED = [*OVERRIDES, "placement.mode=colocated", "run.steps=6", "learner.che
 
 
 def run_both_sides(folder: Path, *overrides: str, count: int = 1) -> tuple[list[str], RunStatus, set[str]]:
-    """Runs a learner here, and a buffer and generators in threads. Returns what happened, the last status, and
-    what the generators said that they do."""
+    """Runs a learner here, and a buffer and generators in threads. Returns what happened, the last status,
+    and what the generators said that they do."""
     config = load_config([*COLOCATED, *overrides])
     events: list[str] = []
     said: set[str] = set()

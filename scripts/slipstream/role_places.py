@@ -94,7 +94,7 @@ class RolePlaces:
         self._generators: dict[str, Any] = {}
         """Those of them that generate, by name."""
         self._devices: dict[int, Any] = {}
-        """Results of `RoleProcess.get_devices`, by rank."""
+        """Results of `RoleProcess.get_devices`, by rank: of those that share several GPUs with an engine."""
         self._groups = self._reserve(self.division, patience_s)
         """The reservation that holds a bundle, and the bundle's number in it."""
         self._groups_of_ranks = [self._groups[place.bundle] for place in self.division.ranks]
@@ -167,7 +167,8 @@ class RolePlaces:
         options = self._seat_options("learner", place, *self._groups_of_ranks[rank])
         learner = ray.remote(LearnerRole).options(**options)
         actor = self._keep(learner.remote(f"learner-{rank}", *self._process_arguments(place.node)))
-        self._devices[rank] = actor.get_devices.remote()
+        if len(place.reserved) > 1:
+            self._devices[rank] = actor.get_devices.remote()
         return actor
 
     def start_generator(self, name: str) -> Any:
