@@ -12,7 +12,7 @@ log = logging.getLogger("slipstream.learner")
 
 
 class Offloaded(Protocol):
-    """What leaves the GPU while it is the engines' turn: the models of a rank."""
+    """The models of a rank, which leave the GPU while it is the engines' turn."""
 
     def offload(self) -> None: ...
 

@@ -1,6 +1,7 @@
 """Learner and engines have the same GPUs by turns (`placement.mode=colocated`): the locks, the models'
 memory, and runs of both sides."""
 
+import asyncio
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,9 +23,10 @@ from torch.distributed.tensor import DTensor
 
 from buffers.client import BufferClient
 from buffers.driver_messages import RunNews, StopRun, WatchRun
-from buffers.messages import Acknowledged
-from buffers.role_registry import ASLEEP
-from buffers.run_status import RunStatus
+from buffers.heartbeat import HeartbeatThread
+from buffers.messages import Acknowledged, GeneratorHeartbeat, RoleHeartbeat
+from buffers.role_registry import ASLEEP, STARTING, RoleRegistry
+from buffers.run_status import GeneratorReport, RunStatus
 from buffers.server import BufferServer
 from buffers.trajectory import Trajectory, to_batch
 from configs.load import load_config
@@ -31,15 +34,16 @@ from configs.parallel import LoraConfig
 from generators.engine import Completion, Sample
 from generators.engine_turns import EngineTurns
 from generators.episode import SimulatedEpisodes
+from generators.episode_times import EpisodeTimes
 from generators.simulated_engine import SimulatedEngine
-from generators.worker import Generator, start_heartbeat
+from generators.worker import Generator
 from learners.device_memory import DeviceMemory
 from learners.engine import ModelKind
 from learners.fsdp import FsdpEngine
 from learners.megatron.engine import MegatronEngine
 from learners.packing import batch_from_arrow, pack_rows
 from learners.startup import start_learner
-from learners.world import World as RankWorld
+from learners.world import World
 from sync.stream import collect_tensors
 from sync.turns import TurnHolder, TurnLocks, open_turn_locks
 from sync.weight_source import WeightSource
@@ -118,7 +122,7 @@ def test_the_last_role_takes_the_folder_along(tmp_path: Path) -> None:
     assert not (tmp_path / "t").exists()
 
 
-class World:
+class TurnWorld:
     """Ranks and engines as the proof in `sync.turns` has them, driven in any order. A rank's turn has a
     collective in it: it ends when all ranks have theirs. Batches are what engines have made while awake."""
 
@@ -180,7 +184,7 @@ def test_nobody_waits_for_ever_and_nobody_starves_in_whatever_order_they_run(
     tmp_path: Path, engines: list[list[str]], num_ranks: int, max_versions: int
 ) -> None:
     rng = random.Random(f"{engines} {max_versions}")
-    world = World(tmp_path / "t", engines, num_ranks, max_versions)
+    world = TurnWorld(tmp_path / "t", engines, num_ranks, max_versions)
     for number in range(6000):
         if number % 700 == 699:
             rng.choice([world.lose_learner, lambda: world.lose_engine(rng.randrange(len(engines)))])()
@@ -196,6 +200,9 @@ def test_nobody_waits_for_ever_and_nobody_starves_in_whatever_order_they_run(
 # ---- the models' memory
 
 
+KINDS = ("fsdp", "lora", "megatron")
+
+
 def hold_all(engine: FsdpEngine | MegatronEngine) -> DeviceMemory:
     """Makes the engine's memory that of a GPU, as far as offloading goes."""
     memory = engine._memory
@@ -203,7 +210,7 @@ def hold_all(engine: FsdpEngine | MegatronEngine) -> DeviceMemory:
     return memory
 
 
-def train_with_turns(world: RankWorld, model: Path, rows: list[Trajectory], kind: str) -> bool:
+def train_with_turns(model: Path, rows: list[Trajectory], kind: str) -> bool:
     """Trains two engines alike, one of which is offloaded before each step and after it; returns whether they
     end with the same bits, in weights and in optimizer state."""
     batch = batch_from_arrow(pa.Table.from_batches([to_batch(rows)]))
@@ -211,7 +218,6 @@ def train_with_turns(world: RankWorld, model: Path, rows: list[Trajectory], kind
     make = {
         "fsdp": lambda: FsdpEngine(model),
         "lora": lambda: FsdpEngine(model, lora=LoraConfig(rank=2)),
-        "critic": lambda: FsdpEngine(model, kind=ModelKind.critic),
         "megatron": lambda: MegatronEngine(model),
     }[kind]
     engines = [make(), make()]
@@ -235,17 +241,15 @@ def train_with_turns(world: RankWorld, model: Path, rows: list[Trajectory], kind
     return all(torch.equal(a, b) for a, b in zip(*local, strict=True))
 
 
-def train_all_with_turns(world: RankWorld, model: Path, rows: list[Trajectory]) -> dict[str, bool]:
-    return {
-        kind: train_with_turns(world, model, rows, kind) for kind in ("fsdp", "lora", "critic", "megatron")
-    }
+def train_all_with_turns(world: World, model: Path, rows: list[Trajectory]) -> dict[str, bool]:
+    return {kind: train_with_turns(model, rows, kind) for kind in KINDS}
 
 
 def test_models_that_are_offloaded_between_steps_train_to_the_same_bits(
     fixed_model: Path, trajectories: list[Trajectory], tmp_path: Path
 ) -> None:
     for same in on_ranks(2, train_all_with_turns, tmp_path, fixed_model, trajectories):
-        assert same == dict.fromkeys(("fsdp", "lora", "critic", "megatron"), True)
+        assert same == dict.fromkeys(KINDS, True)
 
 
 def test_what_is_in_the_hosts_memory_already_is_left_there(fixed_model: Path, process_group: None) -> None:
@@ -303,6 +307,19 @@ class NotedModels:
         self.events.append("onload")
 
 
+class NotedHeart(HeartbeatThread):
+    """Notes what a generator says that it does."""
+
+    def __init__(self, client: BufferClient, name: str, said: set[str]) -> None:
+        self.said = said
+        compose = partial(GeneratorHeartbeat, generator=name, progress={}, report=GeneratorReport())
+        super().__init__(client, compose, STARTING)
+
+    def set_activity(self, activity: str, moved: bool = True) -> None:
+        self.said.add(activity)
+        super().set_activity(activity, moved)
+
+
 COLOCATED = [*OVERRIDES, "placement.mode=colocated", "run.steps=6", "learner.checkpoint_every=4"]
 """A simulated run whose sides take turns."""
 
@@ -326,9 +343,7 @@ def run_both_sides(folder: Path, *overrides: str, count: int = 1) -> tuple[list[
         own, name = BufferClient(server.address, timeout_s=PATIENCE_S), f"g{number}"
 
         def generate(turns: EngineTurns = turns, own: BufferClient = own, name: str = name) -> None:
-            heart = start_heartbeat(own.open_another(), name)
-            note = heart.set_activity
-            heart.set_activity = lambda activity, moved=True: (said.add(activity), note(activity, moved))  # type: ignore
+            heart = NotedHeart(own.open_another(), name, said)
             turns.wait_for_start(heart)
             engine = NotedEngine(events)
             Generator(name, config, own, engine, SimulatedEpisodes(), heart=heart, turns=turns).run()
@@ -411,3 +426,48 @@ def test_a_run_goes_on_when_whoever_has_the_turn_is_killed_and_when_the_buffer_i
     assert summary["steps"] == 16 and summary["staleness"]["max"] <= 2
     assert_accounts_close(summary)
     run.assert_nothing_left()
+
+
+# ---- time
+
+
+def test_a_sleeping_engine_is_no_work_that_keeps_the_watchdog_quiet_and_the_learner_in_its_turn_is() -> None:
+    roles = RoleRegistry()
+    for at in (0.0, 1.0):
+        roles.note_role("generator-0", RoleHeartbeat(role="generator-0", activity=ASLEEP), at)
+    assert not roles.is_at_work(1.0, stalled_s=60.0)
+    training = RoleHeartbeat(role="learner-0", activity="training step 3")
+    roles.note_role("learner-0", training, 1.0)
+    assert roles.is_at_work(1.0, stalled_s=60.0)
+    asks = "training step 3: asks for the GPU, which generator-0 (process 7) has"
+    waiting = RoleHeartbeat(role="learner-0", activity=asks, activity_s=70.0, standstill_s=70.0)
+    roles.note_role("learner-0", waiting, 2.0)
+    assert not roles.is_at_work(2.0, stalled_s=60.0)
+    assert f"learner-0: {asks} for 70 s" in roles.describe_long_waits(2.0)
+
+
+def test_an_episodes_time_stands_still_while_the_engine_sleeps() -> None:
+    async def play(times: EpisodeTimes, seconds: float, *, limited: bool = True) -> str:
+        try:
+            async with times.limit_episode(0.2) as limit:
+                if not limited:
+                    limit.limit_time(False)
+                await asyncio.sleep(seconds)
+        except TimeoutError:
+            return "late"
+        return "in time"
+
+    async def main() -> list[str]:
+        times = EpisodeTimes()
+        before = asyncio.create_task(play(times, 0.6))
+        endless = asyncio.create_task(play(times, 60.0))
+        untimed = asyncio.create_task(play(times, 1.2, limited=False))
+        await asyncio.sleep(0)
+        await times.pause()
+        begun_in_sleep = asyncio.create_task(play(times, 0.6))
+        await asyncio.gather(before, begun_in_sleep)
+        assert not endless.done()
+        await times.resume()
+        return [before.result(), begun_in_sleep.result(), await endless, await untimed]
+
+    assert asyncio.run(main()) == ["in time", "in time", "late", "in time"]

@@ -566,3 +566,47 @@ def test_a_sample_that_the_model_cannot_take_is_refused_with_the_numbers(tied: V
     assert tied.engine.num_unfinished == 0
     sample = tied.add_sample([2] * 150, 10, seed=0)
     assert tied.finish_samples()[sample.id].tokens
+
+
+class RecordedCore:
+    """Stands where vLLM's core does and records what an engine on a GPU asks of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def sleep(self, level: int, mode: str) -> None:
+        self.asked.append(("sleep", level, mode))
+
+    def wake_up(self, tags: list[str] | None) -> None:
+        self.asked.append(("wake", tags))
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> None:
+        self.asked.append(method)
+
+    def set_weight_version(self, version: str) -> None:
+        self.asked.append(("version", version))
+
+
+def test_an_engine_on_a_gpu_sleeps_and_wakes_in_the_order_that_leaves_room_for_its_weights(
+    tied: VllmRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights before KV, and both before a step. vLLM's sleep itself needs a GPU."""
+    engine, core = tied.engine, RecordedCore()
+    source = Snapshot(tied.publish_model(0))
+    monkeypatch.setattr(engine, "_core", core)
+    monkeypatch.setattr(engine, "_sleeps", True)
+    monkeypatch.setattr(engine, "version", 7)
+    engine.sleep(keep_weights=True)
+    engine.wake()
+    assert engine.version == 7 and core.asked == [("sleep", 1, "keep"), ("wake", None)]
+    core.asked.clear()
+    engine.sleep(keep_weights=False)
+    assert engine.version is None, "it may sample from nothing before a version is loaded"
+    engine.wake()
+    engine.load_version(source)
+    version = source.manifest.version
+    assert core.asked == [
+        ("sleep", 2, "keep"), ("wake", ["weights"]), "load_version", ("wake", ["kv_cache"]),
+        ("version", str(version)),
+    ]  # fmt: skip
+    assert engine.version == version
