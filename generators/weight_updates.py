@@ -68,13 +68,15 @@ class WeightUpdates:
         self._preparation: Preparation | None = None
         self._seen_bytes = 0
         """Bytes that had been fetched when `describe_fetching` was last called."""
+        self._lost_version = -1
+        """Version whose weights the engine has lost in its sleep."""
         self.held_locator = ""
         """Manifest locator of the version that the engine holds; empty before the first."""
 
     @property
     def held_version(self) -> int:
-        """Version that the engine holds; -1 before the first."""
-        return -1 if self._engine.version is None else self._engine.version
+        """Version that the engine holds, or has held until it slept; -1 before the first."""
+        return self._lost_version if self._engine.version is None else self._engine.version
 
     @property
     def held_life(self) -> str:
@@ -119,9 +121,10 @@ class WeightUpdates:
         version = self._newest_version if self._preparation is None else self._preparation.version
         return f"fetching version {version}", before != self._seen_bytes
 
-    def note_lost_weights(self) -> None:
-        """The engine has slept, and has lost its weights: it needs a version, were it the one before."""
-        self.held_locator = ""
+    def note_lost_weights(self, version: int) -> None:
+        """The engine has lost the weights of this version in its sleep: it needs a version, were it the same.
+        To the buffer it still is one that holds it: it follows the learner."""
+        self.held_locator, self._lost_version = "", version
 
     def update_engine(self, *, may_load: bool = True) -> int | None:
         """Loads the newest version if it is prepared; returns its number, or None when nothing was loaded.

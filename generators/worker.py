@@ -12,7 +12,8 @@ A generator keeps nothing that cannot be made again: when it dies, its leases ex
 the groups.
 
 `Generator` is the loop and the conversation with the buffer. `weight_updates` brings new versions into the
-engine, `leased_groups` makes the groups, and `joining` builds all of them for a run that is under way.
+engine, `leased_groups` makes the groups, `engine_turns` lets the learner have the GPUs that both share, and
+`joining` builds all of them for a run that is under way.
 """
 
 import logging
@@ -309,12 +310,12 @@ class Generator:
     def _exchange_turns(self) -> None:
         if self._turns is None:
             return
-        had_version, was_awake = self._engine.version is not None, self._is_awake
+        version, was_awake = self._engine.version, self._is_awake
         self._turns.exchange(self._engine, self._heart)
         if self._is_awake != was_awake:
             self._groups.pause_episodes(was_awake)
-        if had_version and self._engine.version is None:
-            self._updates.note_lost_weights()
+        if version is not None and self._engine.version is None:
+            self._updates.note_lost_weights(version)
 
     # ---- the engine
 

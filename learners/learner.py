@@ -4,6 +4,8 @@ publish version v ─▶ take the batch due at step v ─▶ one training step (
     ▲                                                                                     │
     └────────────── checkpoint ◀── report of step v ◀── publish version v + 1 ◀───────────┘
 
+A rank that shares its GPU with engines by turns (`sync.turns`) has it from its batch to the publication.
+
 Before the first batch, the learner compares its own log-probabilities with those of an engine that has
 sampled from the version it has published (`learners.parity`). `learners.startup` makes a learner.
 """

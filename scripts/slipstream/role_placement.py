@@ -157,7 +157,7 @@ class RoleDivision:
         return "; ".join(
             f"GPU {' and '.join(map(str, gpus))}: "
             + ", ".join(
-                f"{name} ({100 * (place.memory or 0):.0f} % of memory)"
+                f"{name} ({100 * (place.memory or 0):.0f} % of memory{place.takes_turns * ', by turns'})"
                 for name, place in roles
                 if place.gpus == gpus
             )
