@@ -12,6 +12,7 @@ from buffers.parity_probe import probe_lengths
 from buffers.role_registry import STARTING
 from configs.generators import EngineKind
 from configs.load import parse_config
+from configs.placement import PlacementMode
 from configs.schema import Config
 from generators.engine import Engine
 from generators.engine_turns import EngineTurns
@@ -58,6 +59,8 @@ def join_run(
     config = parse_config(welcome.config)
     heart = start_heartbeat(client.open_another(), name, evaluates=evaluates)
     config.generators.gpu_memory_fraction = gpu_memory
+    if turns_of is None:  # its GPUs are its own, whatever the run's other engines have
+        config.placement.mode = PlacementMode.apart
     try:
         for warning in compare_versions(config.task.versions):
             log.warning("%s", warning)
@@ -66,8 +69,7 @@ def join_run(
         turns = None if turns_of is None else open_engine_turns(config, name, turns_of, on_gpus)
         if turns is not None:
             turns.wait_for_start(heart)
-        engine = make_engine(config, seed, shares_gpu, sleeps=turns is not None)
-        episodes = make_episodes(config)
+        engine, episodes = make_engine(config, seed, shares_gpu), make_episodes(config)
         subscriber = make_subscriber(config, address, keys)
         return Generator(
             name,
@@ -109,8 +111,7 @@ def make_subscriber(config: Config, buffer_address: str, keys: str | None) -> Su
     return open_subscriber(config, buffer_address, guards)
 
 
-def make_engine(config: Config, seed: int, shares_gpu: bool = False, *, sleeps: bool = False) -> Engine:
-    """`sleeps`: the engine shares its GPUs with the learner by turns."""
+def make_engine(config: Config, seed: int, shares_gpu: bool = False) -> Engine:
     if config.generators.engine is EngineKind.simulated:
         from generators.simulated_engine import SimulatedEngine
 
@@ -124,6 +125,7 @@ def make_engine(config: Config, seed: int, shares_gpu: bool = False, *, sleeps: 
     # Imported here, because importing vLLM takes seconds and changes torch.
     from generators.vllm_engine import VllmEngine
 
+    sleeps = config.placement.mode is PlacementMode.colocated
     return VllmEngine(
         config.model.path,
         dtype=config.model.dtype,
@@ -141,6 +143,7 @@ def make_engine(config: Config, seed: int, shares_gpu: bool = False, *, sleeps: 
         gpu_memory_fraction=config.generators.gpu_memory_fraction,
         shares_gpu=shares_gpu,
         record_experts=config.learner.moe.router_replay,
+        # A sleeping engine can receive nothing on its GPU.
         transfer=None if sleeps else config.sync.transport.row.vllm_engine,
         sleeps=sleeps,
     )
