@@ -184,7 +184,7 @@ def open_turn_locks(run: Path, role: str, rank: int | None, num_ranks: int, *, o
     """
     if on_gpus:
         # Ray names the devices of all roles of a node in the same way.
-        turns = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+        turns = os.environ.get("CUDA_VISIBLE_DEVICES", "all").split(",")
     else:
         turns = [f"rank-{one}" for one in ([rank] if rank is not None else range(num_ranks))]
     name = f"turns-{run.name}-{xxhash.xxh32_hexdigest(str(run).encode())}"

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -43,6 +45,7 @@ from learners.fsdp import FsdpEngine
 from learners.megatron.engine import MegatronEngine
 from learners.packing import batch_from_arrow, pack_rows
 from learners.startup import start_learner
+from learners.turns import LearnerTurns
 from learners.world import World
 from sync.stream import collect_tensors
 from sync.turns import TurnHolder, TurnLocks, open_turn_locks
@@ -120,6 +123,34 @@ def test_the_last_role_takes_the_folder_along(tmp_path: Path) -> None:
     assert two.take_together("sampling")
     two.close()
     assert not (tmp_path / "t").exists()
+
+
+def test_a_rank_that_waits_for_its_turn_says_who_has_it_and_its_models_come_back_once_it_has(
+    tmp_path: Path,
+) -> None:
+    engine = TurnLocks(tmp_path / "t", ["0"], "generator-0")
+    said: list[tuple[Any, ...]] = []
+    turns = LearnerTurns(TurnLocks(tmp_path / "t", ["0"], "learner-0"), lambda *words: said.append(words))
+    moved: list[str] = []
+    turns.hand_over(
+        SimpleNamespace(offload=lambda: moved.append("offload"), onload=lambda: moved.append("onload"))
+    )
+    turns.begin("loading the model")
+    assert not engine.take_together("sampling")
+    turns.end()
+    assert moved == ["offload"], "they were loaded in this turn"
+    assert engine.take_together("sampling")
+    waiting = threading.Thread(target=turns.begin, args=("training step 3",))
+    waiting.start()
+    asks = f"training step 3: asks for the GPU, which generator-0 (process {os.getpid()}) has"
+    wait_until(lambda: (asks, False) in said)
+    assert moved == ["offload"] and engine.is_called()
+    engine.give_up()
+    waiting.join(PATIENCE_S)
+    assert moved == ["offload", "onload"] and turns.waited_s > 0 and said[-1] == ("training step 3",)
+    with turns.hold("a checkpoint"):
+        assert moved == ["offload", "onload"], "within a turn nothing moves"
+    assert moved == ["offload", "onload", "offload"] and engine.take_together("sampling")
 
 
 class TurnWorld:
