@@ -25,7 +25,9 @@ GONE_S = 10.0
 FORGOTTEN_S = 600.0
 """A generator that has left, or has not been heard of, for longer is in the status no more, because thousands
 of hosts may come and go in a week. Its totals stay."""
-IDLE_ACTIVITIES = ("waiting", "sampling")
+ASLEEP = "asleep: the learner has the GPU"
+"""Activity of a generator that shares its GPU with the learner, while it is the learner's turn."""
+IDLE_ACTIVITIES = ("waiting", "sampling", ASLEEP)
 """Beginnings of activities that are no work of their own. Sampled tokens are counted instead."""
 JOINED, STARTING = "joined", "starting the engine"
 """Activities of a generator that is not ready yet: it has sent nothing since it joined, or its engine

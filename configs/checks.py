@@ -29,6 +29,7 @@ def find_config_problems(config: Config) -> list[str]:
         _batch_conditions,
         _staleness_conditions,
         _address_conditions,
+        _turn_conditions,
     )
     return find_problems(config) or [
         condition.problem for group in groups for condition in group(config) if not condition.holds
@@ -295,6 +296,54 @@ def _address_conditions(config: Config) -> list[Condition]:
             "episodes.gateway.port",
             "be 0 with several generators (each needs a port of its own)",
             f"{gateway.port} with {', '.join(config.engine_names)}",
+        ),
+    ]
+
+
+def _turn_conditions(config: Config) -> list[Condition]:
+    """Returns the rules of `placement.mode=colocated`."""
+    if config.placement.mode is not PlacementMode.colocated:
+        return []
+    transport, learner, generators = config.sync.transport, config.learner, config.generators
+    through_host = [one for one in Transport if one not in (Transport.nccl, Transport.cuda_ipc)]
+    return [
+        Condition(
+            config.role is Role.all,
+            "placement.mode",
+            "be apart with role=generators (generators that join a run have GPUs of their own, and work at "
+            "any time)",
+            config.placement.mode,
+        ),
+        Condition(
+            generators.engine is not EngineKind.transformers,
+            "generators.engine",
+            "be vllm with placement.mode=colocated (transformers' engine cannot give a GPU's memory back)",
+            generators.engine,
+        ),
+        Condition(
+            config.cluster.address is None,
+            "cluster.address",
+            "be null with placement.mode=colocated (learner and engines are on one host)",
+            config.cluster.address,
+        ),
+        Condition(
+            transport in through_host,
+            "sync.transport",
+            f"be one of {', '.join(through_host)} with placement.mode=colocated (weights go through the "
+            "host's memory, because engines sleep while they are published)",
+            transport,
+        ),
+        Condition(
+            generators.count > 0,
+            "generators.count",
+            "be at least 1 with placement.mode=colocated",
+            generators.count,
+        ),
+        Condition(
+            learner.gpus in (None, 0) and generators.gpus in (None, 0),
+            "learner.gpus and generators.gpus",
+            "be null, or 0, with placement.mode=colocated (each has whole GPUs in its turn)",
+            f"{learner.gpus} and {generators.gpus}",
         ),
     ]
 

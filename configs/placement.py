@@ -32,7 +32,7 @@ class PlacementMode(StrEnum):
     """Each has GPUs, or parts of GPUs, of its own, and all work at the same time."""
     colocated = "colocated"
     """They share the same GPUs and take turns: the learner has them from a batch to the publication, the
-    engines otherwise."""
+    engines otherwise. docs/learner.md says when to choose it."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -110,4 +110,17 @@ class Engine(Protocol):
         """
         ...
 
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Gives the memory of its GPUs to the learner (`placement.mode=colocated`). Samples are kept; until
+        `wake` they may be counted and aborted, and nothing else be asked.
+
+        An engine that loses its weights has no version from then on: `load_version` must succeed after `wake`
+        before the next step. With `keep_weights` it loses none. One on a CPU merely is not stepped.
+        """
+        ...
+
+    def wake(self) -> None:
+        """Takes the memory back."""
+        ...
+
     def shutdown(self) -> None: ...

@@ -4,7 +4,6 @@
 All of it runs in the episode thread.
 """
 
-import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 
 from buffers.messages import Lease
 from buffers.trajectory import infer_stop
+from generators.episode_times import EpisodeTimes
 from generators.group import EpisodeTimedOut, GroupProgress, PlayedEpisode, Player, wait_for_all
 from generators.policy import Policy
 from generators.score_checks import check_score
@@ -50,19 +50,23 @@ async def play_group(
     max_tokens: int,
     timeout_s: float,
     temperature: float | None = None,
+    times: EpisodeTimes | None = None,
 ) -> list[PlayedEpisode]:
     """Plays a group's episodes side by side; returns them in order, scored.
 
-    `max_tokens`: the longest reply. `temperature`: as `Player` has it. Raises EpisodeTimedOut when an episode
-    takes longer than `timeout_s`, and whatever an episode raises. The other episodes are canceled then, and
-    withdraw what they have asked for.
+    `max_tokens`: the longest reply. `temperature`: as `Player` has it. `times` counts the episodes' time;
+    None: it never stands still. Raises EpisodeTimedOut when an episode takes longer than `timeout_s`, and
+    whatever an episode raises. The other episodes are canceled then, and withdraw what they have asked for.
     """
     beginning = await episodes.begin_group(lease)
     players = [
         Player(policy, lease, index, max_tokens, progress, temperature)
         for index in range(progress.num_samples)
     ]
-    played = await wait_for_all([_play_in_time(episodes, player, beginning, timeout_s) for player in players])
+    times = times or EpisodeTimes()
+    played = await wait_for_all(
+        [_play_in_time(episodes, player, beginning, timeout_s, times) for player in players]
+    )
     scores = await episodes.score_group(beginning, played[: lease.num_samples])
     if scores is not None:
         for episode, score in zip(played, scores, strict=False):
@@ -71,17 +75,14 @@ async def play_group(
 
 
 async def _play_in_time(
-    episodes: Episodes, player: Player, beginning: Any, timeout_s: float
+    episodes: Episodes, player: Player, beginning: Any, timeout_s: float, times: EpisodeTimes
 ) -> PlayedEpisode:
     try:
-        async with asyncio.timeout(timeout_s) as limit:
-            loop = asyncio.get_running_loop()
-            player.limit_time = lambda is_limited: limit.reschedule(
-                loop.time() + timeout_s if is_limited else None
-            )
+        async with times.limit_episode(timeout_s) as limit:
+            player.limit_time = limit.limit_time
             return await episodes.play_episode(player, beginning)
     except TimeoutError:
-        if not limit.expired():
+        if not limit.has_expired:
             raise
         raise EpisodeTimedOut(
             f"an episode must take at most {timeout_s:g} s (episodes.timeout_s), got no end in turn "

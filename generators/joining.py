@@ -12,8 +12,10 @@ from buffers.parity_probe import probe_lengths
 from buffers.role_registry import STARTING
 from configs.generators import EngineKind
 from configs.load import parse_config
+from configs.placement import PlacementMode
 from configs.schema import Config
 from generators.engine import Engine
+from generators.engine_turns import EngineTurns
 from generators.episode import Episodes, SimulatedEpisodes
 from generators.evaluation_episodes import EvaluationEpisodes
 from generators.plain_values import describe_error
@@ -24,6 +26,7 @@ from generators.worker import Generator, start_heartbeat
 from sync.subscriber import Subscriber, open_subscriber
 from sync.transports.ends import SocketGuards
 from sync.transports.messages import MAX_UNREAD_BYTES
+from sync.turns import open_turn_locks
 
 log = logging.getLogger("slipstream.generator")
 
@@ -38,13 +41,16 @@ def join_run(
     *,
     evaluates: bool = False,
     patience_s: float = 60.0,
+    turns_of: Path | None = None,
+    on_gpus: bool = False,
 ) -> Generator:
     """Returns a generator of the run whose buffer answers at `address`, ready to run. `evaluates`: it leases
     evaluation prompts alone. Raises BufferGone after `patience_s` without an answer.
 
     The run's configuration decides model, task and sampling. Two things are matters of this host:
     `gpu_memory`, the share of its GPU that the engine may take, and `shares_gpu`, whether other processes are
-    on that GPU. Files of the model and rows that the host lacks come from the buffer.
+    on that GPU. Files of the model and rows that the host lacks come from the buffer. `turns_of`: the folder
+    of the run whose learner has the generator's GPUs, or processors, by turns (`on_gpus`: it has GPUs).
 
     Heartbeats begin before that, because it and the engine's start take long. When it fails the buffer hears
     why.
@@ -54,21 +60,41 @@ def join_run(
     config = parse_config(welcome.config)
     heart = start_heartbeat(client.open_another(), name, evaluates=evaluates)
     config.generators.gpu_memory_fraction = gpu_memory
+    if turns_of is None:  # its GPUs are its own, whatever the run's other engines have
+        config.placement.mode = PlacementMode.apart
     try:
         for warning in compare_versions(config.task.versions):
             log.warning("%s", warning)
         bring_files(config, client, heart.set_activity)
         heart.set_activity(STARTING)
+        turns = None if turns_of is None else open_engine_turns(config, name, turns_of, on_gpus)
+        if turns is not None:
+            turns.wait_for_start(heart)
         engine, episodes = make_engine(config, seed, shares_gpu), make_episodes(config)
         subscriber = make_subscriber(config, address, keys)
         return Generator(
-            name, config, client, engine, episodes, subscriber, heart, run=welcome.run, evaluates=evaluates
+            name,
+            config,
+            client,
+            engine,
+            episodes,
+            subscriber,
+            heart,
+            run=welcome.run,
+            evaluates=evaluates,
+            turns=turns,
         )
     except BaseException as error:
         heart.close()
         client.send_request(m.LeaveRun(generator=name, error=describe_error(error)))
         client.close()
         raise
+
+
+def open_engine_turns(config: Config, name: str, run: Path, on_gpus: bool) -> EngineTurns:
+    """Opens the turns of an engine that has its GPUs together with the learner of the run in this folder."""
+    locks = open_turn_locks(run, name, None, config.num_learner_ranks, on_gpus=on_gpus)
+    return EngineTurns(locks, keeps_weights=not config.sync.in_flight)
 
 
 def make_subscriber(config: Config, buffer_address: str, keys: str | None) -> Subscriber:
@@ -104,6 +130,7 @@ def make_engine(config: Config, seed: int, shares_gpu: bool = False) -> Engine:
 
     tensor_parallel = config.generators.tensor_parallel
     check_heads(Path(config.model.path), tensor_parallel)
+    sleeps = config.placement.mode is PlacementMode.colocated
     return VllmEngine(
         config.model.path,
         dtype=config.model.dtype,
@@ -122,7 +149,9 @@ def make_engine(config: Config, seed: int, shares_gpu: bool = False) -> Engine:
         gpu_memory_fraction=config.generators.gpu_memory_fraction,
         shares_gpu=shares_gpu,
         record_experts=config.learner.moe.router_replay,
-        transfer=config.sync.transport.row.vllm_engine if tensor_parallel == 1 else None,
+        # A sleeping engine can receive nothing on its GPU.
+        transfer=None if sleeps or tensor_parallel > 1 else config.sync.transport.row.vllm_engine,
+        sleeps=sleeps,
     )
 
 

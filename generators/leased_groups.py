@@ -23,6 +23,7 @@ from configs.schema import Config
 from generators.engine import Completion, Engine
 from generators.episode import Episodes, play_group
 from generators.episode_thread import EpisodeThread
+from generators.episode_times import EpisodeTimes
 from generators.group import (
     GroupProgress,
     PlayedEpisode,
@@ -76,7 +77,7 @@ class LeasedGroups:
         self._playing: dict[int, LeasedGroup] = {}
         """By lease id."""
         self._is_leaving = False
-        self._thread = EpisodeThread()
+        self._thread, self._times = EpisodeThread(), EpisodeTimes()
         try:
             self._thread.start_coroutine(episodes.open()).result()
         except BaseException:
@@ -176,6 +177,7 @@ class LeasedGroups:
                 (named and named.max_tokens) or self._config.sampling.max_tokens,
                 self._timeout_s,
                 None if named is None else named.temperature,
+                self._times,
             )
             played = self._thread.start_coroutine(playing)
             played.add_done_callback(lambda _: self._wake_loop())
@@ -238,6 +240,10 @@ class LeasedGroups:
             num_tokens = group.progress.num_tokens
             del self._playing[lease_id]
         self._fail_lease(lease_id, num_tokens, "revoked", revoked=True)
+
+    def pause_episodes(self, paused: bool) -> None:
+        """Stops the time of the episodes under way, or lets it go on: `paused` while the engine sleeps."""
+        self._thread.start_coroutine(self._times.pause() if paused else self._times.resume())
 
     def close(self) -> None:
         """Ends all episodes, and what runs their code."""

@@ -63,6 +63,9 @@ class SimulatedEngine:
         self._versions: list[int] = []
         """Every version that was loaded, in step with the times in `_loaded_at`."""
         self._order = 0
+        self._slept_s = 0.0
+        """Seconds by which the engine's time is behind: it stands still while the engine sleeps."""
+        self._asleep_at: float | None = None
 
     def add_sample(self, sample: Sample) -> None:
         assert self.version is not None, "load_version must be called before the first sample"
@@ -115,16 +118,27 @@ class SimulatedEngine:
         self.version = source.manifest.version
         self._versions.append(self.version)
 
+    def sleep(self, *, keep_weights: bool) -> None:
+        self._asleep_at = self._advance_to_now()
+
+    def wake(self) -> None:
+        assert self._asleep_at is not None, "it sleeps"
+        slept, self._asleep_at = self._asleep_at, None
+        self._slept_s += self._read_time() - slept
+
     def shutdown(self) -> None: ...
 
     def _advance_to_now(self) -> float:
         """Ends the samples whose time has come and gives their slots to others. Returns the present time."""
-        now = self._clock()
+        now = self._read_time()
         while self._decoding and self._decoding[0].ends_at <= now:
             first = heapq.heappop(self._decoding)
             self._ended.append(self._end_sample(first, first.num_tokens, self._choose_finish_reason(first)))
             self._fill_slots(first.ends_at)
         return now
+
+    def _read_time(self) -> float:
+        return (self._clock() - self._slept_s) if self._asleep_at is None else self._asleep_at
 
     def _fill_slots(self, now: float) -> None:
         """Gives free slots to waiting samples."""

@@ -178,6 +178,12 @@ class TransformersEngine:
         tensors."""
         return self._weights.held_digests(manifest)
 
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Gives nothing back: `placement.mode=colocated` takes vLLM alone."""
+
+    def wake(self) -> None:
+        """Has lost nothing."""
+
     def shutdown(self) -> None:
         """Gives the memory of the cache back. No thread and no process is left to end."""
         del self._batches, self._manager

@@ -128,6 +128,7 @@ class VllmEngine:
         shares_gpu: bool = False,
         transfer: str | None = None,
         record_experts: bool = False,
+        sleeps: bool = False,
     ) -> None:
         """`tensor_parallel`: GPUs (on a CPU: processes) that share each layer's matrices; the memory below is
         that of each of them.
@@ -141,6 +142,8 @@ class VllmEngine:
         `transfer`: the weight-transfer engine of vLLM to start on a GPU, `ipc` or `nccl`.
 
         `record_experts`: record, for every token of a mixture, the experts that it was sent to.
+
+        `sleeps`: `sleep` gives the GPU's memory away. A CPU engine keeps it.
 
         `map_weights`: on a CPU, use the snapshot's memory itself, which all engines of the host share, and
         copy nothing.
@@ -160,6 +163,7 @@ class VllmEngine:
         self._num_requests = 0
         self._workers: WorkerProcesses | None = None
         """Processes of an engine of several GPUs."""
+        self._sleeps, self._lacks_kv_cache = sleeps and not current_platform.is_cpu(), False
 
         if current_platform.is_cpu():
             platform = _make_cpu_arguments(kv_cache_mb or CPU_KV_CACHE_MB, max_model_len)
@@ -182,6 +186,7 @@ class VllmEngine:
             # Weights change between two steps, so no step may run ahead.
             async_scheduling=False,
             disable_log_stats=True,
+            enable_sleep_mode=self._sleeps,
             **{"distributed_executor_backend": "uni", "worker_extension_cls": "sync.vllm_plugin.WeightSync"}
             | platform,
         ).create_engine_config()
@@ -266,6 +271,9 @@ class VllmEngine:
         except (FileNotFoundError, DigestMismatch):
             self.version = held
             raise
+        if self._lacks_kv_cache:
+            self._core.wake_up(["kv_cache"])
+            self._lacks_kv_cache = False
         if self._kv_cache is KvCache.recompute:
             self._core.reset_prefix_cache(reset_running_requests=True)
         self._core.set_weight_version(str(manifest.version))
@@ -280,6 +288,23 @@ class VllmEngine:
         source.attest()
         self._call_workers("check_version", source.manifest.locator, source.manifest.digest)
         self._call_workers("take_version")
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """On a GPU, samples under way lose their KV, and it is computed again. Weights go to the host's
+        memory with `keep_weights`; else they are dropped, because `load_version` brings them anew."""
+        if not self._sleeps:
+            return
+        self._core.sleep(level=1 if keep_weights else 2, mode="keep")
+        if not keep_weights:
+            self.version = None
+
+    def wake(self) -> None:
+        """Without weights there is memory for them alone, so that `load_version` has room; it brings the rest
+        back."""
+        if not self._sleeps:
+            return
+        self._lacks_kv_cache = self.version is None
+        self._core.wake_up(["weights"] if self._lacks_kv_cache else None)
 
     def held_digests(self, manifest: Manifest) -> dict[str, str]:
         """Returns the digests of what the engine's parameters hold now, by the names of the manifest's

@@ -68,13 +68,15 @@ class WeightUpdates:
         self._preparation: Preparation | None = None
         self._seen_bytes = 0
         """Bytes that had been fetched when `describe_fetching` was last called."""
+        self._lost_version = -1
+        """Version whose weights the engine has lost in its sleep."""
         self.held_locator = ""
         """Manifest locator of the version that the engine holds; empty before the first."""
 
     @property
     def held_version(self) -> int:
-        """Version that the engine holds; -1 before the first."""
-        return -1 if self._engine.version is None else self._engine.version
+        """Version that the engine holds, or has held until it slept; -1 before the first."""
+        return self._lost_version if self._engine.version is None else self._engine.version
 
     @property
     def held_life(self) -> str:
@@ -119,8 +121,14 @@ class WeightUpdates:
         version = self._newest_version if self._preparation is None else self._preparation.version
         return f"fetching version {version}", before != self._seen_bytes
 
-    def update_engine(self) -> int | None:
+    def note_lost_weights(self, version: int) -> None:
+        """The engine has lost the weights of this version in its sleep: it needs a version, were it the same.
+        To the buffer it still is one that holds it: it follows the learner."""
+        self.held_locator, self._lost_version = "", version
+
+    def update_engine(self, *, may_load: bool = True) -> int | None:
         """Loads the newest version if it is prepared; returns its number, or None when nothing was loaded.
+        `may_load=False`: the engine sleeps, and the version is only fetched.
 
         With `sync.in_flight=false` it waits until the engine has finished all samples. Raises DigestMismatch
         when a version mismatches twice, and whatever else preparing or loading raises.
@@ -129,6 +137,8 @@ class WeightUpdates:
         if self.is_current or self._is_missing:
             return None
         self._preparation = preparation = self._choose_preparation(self._newest_locator)
+        if not may_load:
+            return None
         if not preparation.source.done() and not is_busy:
             wait([preparation.source], WAIT_S)
         if not preparation.source.done():

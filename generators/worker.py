@@ -12,7 +12,8 @@ A generator keeps nothing that cannot be made again: when it dies, its leases ex
 the groups.
 
 `Generator` is the loop and the conversation with the buffer. `weight_updates` brings new versions into the
-engine, `leased_groups` makes the groups, and `joining` builds all of them for a run that is under way.
+engine, `leased_groups` makes the groups, `engine_turns` lets the learner have the GPUs that both share, and
+`joining` builds all of them for a run that is under way.
 """
 
 import logging
@@ -28,10 +29,11 @@ from buffers.attempts import BEGIN_S
 from buffers.client import BufferClient, BufferGone
 from buffers.evaluation import read_digest
 from buffers.heartbeat import HEARTBEAT_S, HeartbeatThread
-from buffers.role_registry import STARTING
+from buffers.role_registry import ASLEEP, STARTING
 from buffers.run_status import GeneratorReport
 from configs.schema import Config
 from generators.engine import Engine
+from generators.engine_turns import EngineTurns
 from generators.episode import Episodes
 from generators.group import parse_lease_id
 from generators.leased_groups import LeasedGroups
@@ -40,6 +42,7 @@ from generators.policy import EnginePolicy
 from generators.probe import PROBE_LEASE, ParityProbe
 from generators.weight_updates import WeightUpdates
 from sync.subscriber import Subscriber
+from sync.turns import LOOK_S
 
 log = logging.getLogger("slipstream.generator")
 
@@ -74,10 +77,11 @@ class Generator:
         *,
         run: str = "",
         evaluates: bool = False,
+        turns: EngineTurns | None = None,
     ) -> None:
         """`heart` is a heartbeat that has started already, because an engine takes its time to start. None
         starts one. `run`: name of the run that it has joined (`JoinedRun.run`); empty: whichever answers.
-        `evaluates`: it has joined for evaluation alone."""
+        `evaluates`: it has joined for evaluation alone. `turns`: it shares its GPUs with the learner."""
         self.name, self._config, self._client, self._evaluates = name, config, client, evaluates
         self._run, self._life = run, secrets.token_hex(8)
         self._engine, self._clock = engine, clock
@@ -91,7 +95,7 @@ class Generator:
         self._heart = heart or start_heartbeat(client.open_another(), name, evaluates=evaluates)
         subscriber = Subscriber() if subscriber is None else subscriber
         self._updates = WeightUpdates(config, engine, subscriber, self._heart, self._totals, clock)
-        self._probe = ParityProbe(config, name)
+        self._probe, self._turns = ParityProbe(config, name), turns
         self._has_ended = False
         self._open_request: int | None = None
         """Number of the request for leases that has no answer yet."""
@@ -133,6 +137,7 @@ class Generator:
             while not self._has_ended and not self._may_leave():
                 self._receive_answers()
                 self._tell_heartbeat()
+                self._exchange_turns()
                 self._update_weights()
                 self._ask_for_leases()
                 self._begin_groups()
@@ -160,6 +165,8 @@ class Generator:
             self._groups.close()
             self._updates.close()
             self._client.close()
+            if self._turns is not None:
+                self._turns.close()
             # The engine ends with the process, because vLLM computes for two seconds when it is shut down.
 
     def _may_leave(self) -> bool:
@@ -173,8 +180,9 @@ class Generator:
     def _receive_answers(self) -> None:
         self._count_idleness()
         self._heart.set_activity(*self._describe_activity())
-        is_busy = self._engine.num_unfinished > 0 or self._updates.is_fetching
-        for answer in self._client.receive_answers(0.0 if is_busy else IDLE_S):
+        is_busy = self._can_step or (self._is_awake and self._updates.is_fetching)
+        wait_s = 0.0 if is_busy else IDLE_S if self._turns is None else LOOK_S
+        for answer in self._client.receive_answers(wait_s):
             if answer.number == self._open_request:
                 self._open_request = None
             self._handle_reply(answer.reply)
@@ -199,6 +207,8 @@ class Generator:
 
     def _describe_activity(self) -> tuple[str, bool]:
         """Returns what the loop does in this round, and whether it makes progress with that."""
+        if not self._is_awake:
+            return ASLEEP, True
         if self._engine.num_unfinished:
             return "sampling", True
         if self._updates.is_fetching:
@@ -263,7 +273,8 @@ class Generator:
         self._renewed_leases, self._renewed_at = leases, now
         # A copy, because the heartbeat's thread reads it while this thread counts on.
         report = structs.replace(self._make_report())
-        since = self._waiting_since
+        # A sleeping engine could begin none, and does not hold up those that others could.
+        since = self._waiting_since if self._is_awake else {}
         self._waiting_since = {one: since.get(one, now) for one in self._groups.waiting_ids}
         self._heart.set_composer(
             partial(
@@ -285,9 +296,32 @@ class Generator:
         self._totals.decoded_tokens = self._totals.sampled_tokens + decoding
         return self._totals
 
+    # ---- turns
+
+    @property
+    def _is_awake(self) -> bool:
+        """False while the learner has the GPUs."""
+        return self._turns is None or self._turns.is_awake
+
+    @property
+    def _can_step(self) -> bool:
+        return self._is_awake and self._engine.num_unfinished > 0 and self._engine.version is not None
+
+    def _exchange_turns(self) -> None:
+        if self._turns is None:
+            return
+        version, was_awake = self._engine.version, self._is_awake
+        self._turns.exchange(self._engine, self._heart)
+        if self._is_awake != was_awake:
+            self._groups.pause_episodes(was_awake)
+        if version is not None and self._engine.version is None:
+            self._updates.note_lost_weights(version)
+
+    # ---- the engine
+
     def _update_weights(self) -> None:
         """Loads the newest version if it is ready, and lets the parity probe sample from it."""
-        version = self._updates.update_engine()
+        version = self._updates.update_engine(may_load=self._is_awake)
         self._asks_anew = self._asks_anew or version is not None
         # The learner compares the newest version, which one that evaluates alone may not hold.
         if version is not None and not self._evaluates:
@@ -331,10 +365,11 @@ class Generator:
     def _exchange_samples(self) -> None:
         # With `sync.in_flight=false` the engine runs dry before it takes up a version, so nothing new may
         # enter it.
-        self._groups.exchange_samples(may_add=not self._updates.waits_for_idle_engine)
+        may_add = self._is_awake and self._engine.version is not None
+        self._groups.exchange_samples(may_add and not self._updates.waits_for_idle_engine)
 
     def _step_engine(self) -> None:
-        if not self._engine.num_unfinished:
+        if not self._can_step:
             return
         for completion in self._engine.step():
             if parse_lease_id(completion.id) == PROBE_LEASE:
@@ -349,7 +384,7 @@ class Generator:
         now = self._clock()
         if self._was_idle:
             self._totals.idle_s += now - self._idleness_counted_at
-        self._idleness_counted_at, self._was_idle = now, self._engine.num_unfinished == 0
+        self._idleness_counted_at, self._was_idle = now, not self._can_step
 
 
 def start_heartbeat(client: BufferClient, generator: str, *, evaluates: bool = False) -> HeartbeatThread:

@@ -103,6 +103,18 @@ class Engine(Protocol):
         """
         ...
 
+    def offload(self) -> None:
+        """Moves what this rank has on its GPU (parameters, gradients, optimizer) to the host's memory, for
+        the engines that share the GPU (`learners.device_memory`). Nothing but `onload` may be called then.
+
+        Not collective. Does nothing where the model is in the host's memory.
+        """
+        ...
+
+    def onload(self) -> None:
+        """Moves all of it back, bit for bit. Not collective."""
+        ...
+
 
 class AbsentEngine:
     """Stands in the place of an engine that other ranks hold: gives zeros, trains nothing."""
@@ -124,3 +136,7 @@ class AbsentEngine:
 
     def load_state(self, folder: Path) -> None:
         pass
+
+    def offload(self) -> None: ...
+
+    def onload(self) -> None: ...

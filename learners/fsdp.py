@@ -29,6 +29,7 @@ from configs.parallel import Accumulate, FsdpConfig, LoraConfig, LoraPublish
 from learners import lora as adapters
 from learners.attention import check_ulysses, choose_attention
 from learners.checkpoint import StateWriter
+from learners.device_memory import DeviceMemory
 from learners.engine import LossFn, ModelKind, Share
 from learners.heads import LogprobHead, ValueHead
 from learners.model_loading import ModelLoading
@@ -118,6 +119,7 @@ class FsdpEngine:
         self._writers = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT)
         self._model = model
         self._named = dict(model.named_parameters())
+        self._memory = DeviceMemory(self._list_tensors)
         self._published_names = {name: self._find_published_name(name) for name in self._named}
         if kind is ModelKind.frozen:
             model.requires_grad_(False)
@@ -312,6 +314,20 @@ class FsdpEngine:
         """Makes the model what it was before any training, while the context lasts."""
         with adapters.disable_adapters(self._model):
             yield
+
+    # ---- turns
+
+    def _list_tensors(self) -> Iterator[Tensor]:
+        """Yields all that the engine keeps between two calls. There are no gradients then."""
+        yield from chain(self._model.parameters(), self._model.buffers())
+        for parameter in self._trained.values():
+            yield from self._optimizer.state[parameter].values()
+
+    def offload(self) -> None:
+        self._memory.offload()
+
+    def onload(self) -> None:
+        self._memory.onload()
 
     # ---- publication
 

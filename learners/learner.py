@@ -8,6 +8,8 @@ copy version v ─▶ take the batch due at step v ─▶ one training step (`le
 A version is announced while the next step trains, or, where the buffer has no batch for that step, before the
 learner waits for one.
 
+A rank that shares its GPU with engines by turns (`sync.turns`) has it from its batch to the publication.
+
 Before the first batch, the learner compares its own log-probabilities with those of an engine that has
 sampled from the version it has published (`learners.parity`). `learners.startup` makes a learner.
 """
@@ -34,6 +36,7 @@ from learners.packing import Batch, batch_from_arrow
 from learners.parity import ParityWatch, check_probe
 from learners.publication import Publication
 from learners.step import Trainer
+from learners.turns import OwnGpu
 from learners.world import World
 
 log = logging.getLogger("slipstream.learner")
@@ -75,9 +78,10 @@ class Learner:
         incarnation: str = "",
         probes: bool = False,
         say: Callable[[str], None] = lambda activity: None,
+        turns: OwnGpu | None = None,
     ) -> None:
         """`publication`: None where nothing is published. `writers` is a second world of all ranks, for the
-        checkpoint's thread.
+        checkpoint's thread. `turns`: the rank shares its GPU with engines, and has its turn now.
 
         `probes`: there are engines whose log-probabilities are compared with the learner's. `say` receives
         the rank's activity whenever it begins something that may take long, and again when it gets on with
@@ -86,6 +90,8 @@ class Learner:
         self._config, self._folder, self._source, self._trainer = config, folder, source, trainer
         self._publication, self._rank, self._incarnation = publication, rank, incarnation
         self._world, self._meter = world or World(), meter or MemoryMeter(cuda=False)
+        self._turns = turns or OwnGpu()
+        self._turns.hand_over(trainer.models)
         self._feed = Feed(source, self._world, self._log_wait, before_wait=self._finish_publication)
         self._writer = checkpoint.CheckpointWriter(
             folder / "checkpoints", config.learner.keep_checkpoints, writers or World()
@@ -111,16 +117,23 @@ class Learner:
         the run is stopped; in both cases with a checkpoint.
         """
         try:
-            self._publish_version()
+            with self._turns.hold("publishing the first version"):
+                self._publish_version()
+                self._announce_within_turn()
             if self._probes:
                 self._compare_probe()
             while (batch := self._take_batch()) is not None:
-                metrics, num_trained = self._train_step(batch)
-                self._publish_version()
-                self._report_step(metrics, num_trained)
-                self._report_checkpoint()
-                if self.step % self._config.learner.checkpoint_every == 0:
-                    self._begin_checkpoint()
+                with self._turns.hold(f"training step {self.step}"):
+                    metrics, num_trained = self._train_step(batch)
+                    self._publish_version()
+                    self._announce_within_turn()
+                    is_saved = self.step % self._config.learner.checkpoint_every == 0
+                    if not is_saved:
+                        self._turns.end()
+                    self._report_step(metrics, num_trained)
+                    self._report_checkpoint()
+                    if is_saved:
+                        self._begin_checkpoint()
                 if self._probes and is_probed(self._config, self.step):
                     self._compare_probe()
             self._finish_publication()
@@ -129,6 +142,8 @@ class Learner:
             self._report_checkpoint(wait=True)
             if self._rank == 0:
                 self._wait_for_evaluation()
+            # After an error the turn ends with the process, which has its memory until then.
+            self._turns.close()
         finally:
             self._writer.close()
             self._source.close()
@@ -199,6 +214,11 @@ class Learner:
         """Waits for the version under way, if any, and announces it."""
         self._announce_version(wait=True)
 
+    def _announce_within_turn(self) -> None:
+        """Announces the newest version before the engines have their turn: it is what they wake up for."""
+        if self._turns.are_shared:
+            self._finish_publication()
+
     def _announce_version(self, *, wait: bool = False) -> None:
         """Announces a version that has become complete. Raises the error that its publication has ended
         with."""
@@ -225,7 +245,7 @@ class Learner:
             report = m.ReportTrainedStep(
                 step=self.step - 1,
                 num_trained=num_trained,
-                idle_s=self._feed.waited_s,
+                idle_s=self._feed.waited_s + self._turns.waited_s,
                 alive_s=time.monotonic() - self._began,
                 metrics=metrics,
             )
@@ -263,7 +283,8 @@ class Learner:
             ledger=read_ledger(self._source) if self._rank == 0 else None,
             engine=str(self._config.learner.engine),
         )
-        write = self._trainer.models.copy_state()
+        with self._turns.hold(self._activity):
+            write = self._trainer.models.copy_state()
         self._tell_buffer(self._writer.begin_checkpoint(manifest, write, self._repeat_activity))
         waited_s = time.monotonic() - began
         log.info("checkpoint of step %d begun: training has waited %.2f s for it", self.step, waited_s)
@@ -310,7 +331,8 @@ class Learner:
             return
         probe = batch_from_arrow(pa.Table.from_batches([decode_batch(rows)]))
         self._begin_activity("comparing the parity probe")
-        logprobs, is_later = self._trainer.infer_logprobs(probe), self.step > self._first_step
+        with self._turns.hold(self._activity):
+            logprobs, is_later = self._trainer.infer_logprobs(probe), self.step > self._first_step
         self._probe_metrics = check_probe(probe, logprobs, self._config, self.step, again=is_later)
 
     def _take_probe(self) -> bytes:

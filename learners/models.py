@@ -58,6 +58,19 @@ class Models:
         for name, engine in trained.items():
             engine.load_state(folder / name)
 
+    def offload(self) -> None:
+        """Gives the memory of this rank's GPU away; nothing but `onload` may be called then."""
+        for engine in self._all_engines:
+            engine.offload()
+
+    def onload(self) -> None:
+        for engine in self._all_engines:
+            engine.onload()
+
+    @property
+    def _all_engines(self) -> list[Engine]:
+        return [*self.trained_engines.values(), *([] if self.reference is None else [self.reference])]
+
     @property
     def trained_engines(self) -> dict[str, Engine]:
         """The engines that are trained, by the name of their folder in a checkpoint."""

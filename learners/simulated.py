@@ -45,3 +45,7 @@ class SimulatedTrainingEngine:
 
     def load_state(self, folder: Path) -> None:
         pass
+
+    def offload(self) -> None: ...
+
+    def onload(self) -> None: ...

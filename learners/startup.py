@@ -13,6 +13,7 @@ from buffers.connections import watch_small_requests
 from buffers.keys import start_authenticator
 from configs.addresses import is_beyond_loopback
 from configs.learner import LearnerKind
+from configs.placement import PlacementMode
 from configs.schema import Config
 from learners import checkpoint
 from learners.learner import BatchSource, Learner, read_ledger
@@ -22,9 +23,11 @@ from learners.publication import Publication, identify_memory
 from learners.rank_hosts import check_model_files, check_shared_folder
 from learners.rendezvous import JoinedRank, Pool, join_ranks
 from learners.step import Trainer
+from learners.turns import LearnerTurns, OwnGpu
 from sync.publisher import open_host_publisher, open_publisher
 from sync.transports.ends import SocketGuards
 from sync.transports.messages import MAX_UNREAD_BYTES
+from sync.turns import open_turn_locks
 
 log = logging.getLogger("slipstream.learner")
 
@@ -38,13 +41,16 @@ def start_learner(
     resume_step: int | None,
     *,
     publish: bool = True,
-    say: Callable[[str], None] = lambda activity: None,
+    say: Callable[..., None] = lambda activity, moved=True: None,
 ) -> Learner:
     """Returns one rank of the learner, ready to run. Collective: it joins all ranks at `rendezvous`.
 
     `resume_step` names the checkpoint that the run goes on from. Raises ValueError for a checkpoint that is
     damaged or that another run wrote.
     """
+    turns = OwnGpu()
+    if publish and config.placement.mode is PlacementMode.colocated:
+        turns = _take_first_turn(config, folder, rank, say)
     if config.learner.threads is not None:
         torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.run.seed)
@@ -89,7 +95,17 @@ def start_learner(
         incarnation=incarnation,
         probes=publish and config.learner.engine is not LearnerKind.simulated,
         say=say,
+        turns=turns,
     )
+
+
+def _take_first_turn(config: Config, folder: Path, rank: int, say: Callable[..., None]) -> OwnGpu:
+    """Waits until no engine has the rank's GPU. Before that the rank takes no memory of it."""
+    on_gpus = torch.cuda.is_available()
+    locks = open_turn_locks(folder, f"learner-{rank}", rank, config.num_learner_ranks, on_gpus=on_gpus)
+    turns = LearnerTurns(locks, say)
+    turns.begin("loading the model")
+    return turns
 
 
 def _log_memory_plan(config: Config, rank: int) -> None:

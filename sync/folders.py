@@ -22,7 +22,7 @@ from sync.locks import LockTimedOut, acquire_lock
 SHARED_MEMORY = Path("/dev/shm")
 FOLDER_PREFIX = "slipstream-"
 OWNER = "owner"
-OWN_FILE = re.compile(r"owner(\.\d+)?|lock|relay|gpu-[\w-]+|v\d+-[\w-]+\.[\w-]+")
+OWN_FILE = re.compile(r"owner(\.\d+)?|lock|relay|(gpu|turn)-[\w-]+|v\d+-[\w-]+\.[\w-]+")
 """Names of the files that lie in such folders."""
 ORPHANED_S = 600.0
 """Seconds without a change after which a folder that has no owner file counts as left behind."""

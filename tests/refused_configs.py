@@ -137,6 +137,18 @@ generators.gpus=1.5
     generators.gpus must be 0, in \[0.05, 1\] or a whole number, got 1.5
 generators.gpu_memory_fraction=1.1
     generators.gpu_memory_fraction must be in \(0, 1\], got 1.1
+placement.mode=colocated sync.transport=nccl
+    sync.transport must be one of auto, shared_memory, tcp, disk with placement.mode=colocated .* got nccl
+placement.mode=colocated sync.transport=cuda_ipc
+    sync.transport must be one of .* got cuda_ipc
+placement.mode=colocated cluster.address=auto
+    cluster.address must be null .*\(learner and engines are on one host\), got auto
+placement.mode=colocated generators.count=0
+    generators.count must be at least 1 with placement.mode=colocated, got 0
+placement.mode=colocated learner.gpus=0.5
+    learner.gpus and generators.gpus must be null, or 0, .* got 0.5 and None
+role=generators buffer.address=tcp://127.0.0.1:5555 placement.mode=colocated
+    placement.mode must be apart with role=generators .* got colocated
 placement.critic=own
     placement.critic must be with_actor where the algorithm has no critic .* algo.advantage=grpo
 algo.advantage=gae placement.critic=own placement.critic_ranks=0

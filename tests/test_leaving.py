@@ -44,6 +44,7 @@ from pathlib import Path
 from types import SimpleNamespace
 os.environ["RAY_RAYLET_PID"] = str(os.getpid())
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # as `node.sh` does in all of Ray's processes
+from slipstream.role_placement import RolePlace
 from slipstream.roles import GeneratorRole
 
 class ToldGenerator:
@@ -63,7 +64,7 @@ def join_run(*_, patience_s, **__):
 
 sys.modules["generators.joining"] = SimpleNamespace(join_run=join_run)  # which imports engines
 role = GeneratorRole("g", Path(sys.argv[1]), None, False, 7.0, 300.0)
-place = SimpleNamespace(memory=None, is_shared=False)
+place = RolePlace()
 os._exit(0 if role.run("nowhere", "g", 0, None, place, False) else 1)
 """
 """A generator's process that gets SIGTERM while a library starts its engine, which catches all

@@ -1,5 +1,5 @@
 """The pipeline at S = 0 is the synchronous algorithm, bit for bit: it equals a plain loop, with real vLLM on
-both sides."""
+both sides, whether learner and engines are apart or take turns."""
 
 import subprocess
 import sys
@@ -19,6 +19,7 @@ from algos.loss import policy_loss
 from algos.objective import make_loss_inputs
 from buffers.trajectory import Trajectory, to_batch
 from configs.load import load_config
+from configs.placement import PlacementMode
 from configs.schema import Config
 from generators.engine import Engine, Sample
 from generators.group import make_sample_seed
@@ -134,19 +135,16 @@ def process_group(rendezvous: Path) -> Iterator[None]:
             dist.destroy_process_group()
 
 
+def start_run(outputs: Path, mode: PlacementMode) -> subprocess.Popen[str]:
+    named = [f"run.outputs={outputs}", f"run.name={mode}", f"placement.mode={mode}"]
+    command = [sys.executable, "-P", "-m", "slipstream.train", *named, *SAME]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
 @pytest.mark.whole_run
 @pytest.mark.timeout(900)
 def test_the_pipeline_at_s_zero_is_the_synchronous_loop_bit_for_bit(tiny_model: Path, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "slipstream.train",
-        f"run.outputs={tmp_path}",
-        "run.name=run",
-        *SAME,
-    ]
-    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run = start_run(tmp_path, PlacementMode.apart)
     torch.set_num_threads(1)
     try:
         with process_group(tmp_path / "loop"):  # beside the run
@@ -155,13 +153,17 @@ def test_the_pipeline_at_s_zero_is_the_synchronous_loop_bit_for_bit(tiny_model: 
             )
         said, _ = run.communicate(timeout=400)
         assert run.returncode == 0, said
+        run = start_run(tmp_path, PlacementMode.colocated)
+        said, _ = run.communicate(timeout=400)
+        assert run.returncode == 0, said
     finally:
         run.terminate()
-    with process_group(tmp_path / "pipeline"):
-        pipeline = FsdpEngine(tiny_model)
-        start = collect_tensors(pipeline.stream_weights())
-        pipeline.load_state(tmp_path / "run" / "checkpoints" / f"step_{STEPS}" / "engine")
-        found = collect_tensors(pipeline.stream_weights())
-    assert any(not torch.equal(start[name], found[name]) for name in found), "nothing was learned"
-    different = [name for name in expected if not torch.equal(expected[name], found[name])]
-    assert not different, f"{len(different)} of {len(expected)} tensors differ: {different[:3]}"
+    for mode in PlacementMode:
+        with process_group(tmp_path / f"pipeline {mode}"):
+            pipeline = FsdpEngine(tiny_model)
+            start = collect_tensors(pipeline.stream_weights())
+            pipeline.load_state(tmp_path / mode / "checkpoints" / f"step_{STEPS}" / "engine")
+            found = collect_tensors(pipeline.stream_weights())
+        assert any(not torch.equal(start[name], found[name]) for name in found), "nothing was learned"
+        different = [name for name in expected if not torch.equal(expected[name], found[name])]
+        assert not different, f"{mode}: {len(different)} of {len(expected)} tensors differ: {different[:3]}"

@@ -8,12 +8,14 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from configs.load import load_config
-from configs.placement import PlacementConfig, PlacementStrategy
+from configs.placement import PlacementConfig, PlacementMode, PlacementStrategy
 from slipstream.role_placement import NodeRoom, RoleDivision, RolePlace, RoleWishes, divide_roles, read_wishes
+from slipstream.turn_placement import divide_turns
 
 GPUS = (0, 1, 2, 3, 4, 7, 8, 16)
 SHARES = (
@@ -336,6 +338,7 @@ def test_labels_and_strategy_choose_the_nodes(overrides: str, ranks: str, engine
 
 FAKE = """
 import os, sys, ray
+from ray.util.placement_group import remove_placement_group
 from pathlib import Path
 from configs.load import load_config
 from slipstream.cluster import start_node
@@ -362,6 +365,14 @@ with run_nursery({"learner": Stage([], ["ray._private.workers.default_worker"])}
     nodes = [start_node(num_cpus=5, num_gpus=2)]
     nodes.append(start_node(num_cpus=8, num_gpus=8, address=nodes[0].gcs_address))
     ray.init(address=nodes[0].gcs_address, log_to_driver=False, logging_level="ERROR")
+    for engines in (["generators.count=3"], ["generators.count=1", "generators.tensor_parallel=2"]):
+        turns = place("placement.mode=colocated", "learner.ranks=2", *engines)
+        actors = [probe(turns, place) for place in turns.division.places]
+        print(*visible(*actors))
+        for actor in actors:
+            ray.kill(actor)
+        for group, _ in turns._groups.values():
+            remove_placement_group(group)
     places = place("learner.ranks=2", "generators.count=1", "learner.gpus=0.3333")
     actors = [probe(places, place) for place in places.division.places]
     print(*visible(*actors))
@@ -407,7 +418,15 @@ def test_ray_puts_every_process_on_its_gpu_and_what_finds_no_place_is_named(
     with (tmp_path / "errors").open("w") as errors:  # a file, whose end no agent of Ray's holds up
         ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
     assert ran.returncode == 0, (tmp_path / "errors").read_text()
-    first_life, second_life, waiting, unplaced, too_many, on_cpu, *far = ran.stdout.splitlines()
+    turns, wide_turns, first_life, second_life, waiting, unplaced, too_many, on_cpu, *far = (
+        ran.stdout.splitlines()
+    )
+    rank_0, rank_1, *engines = turns.split()
+    assert {rank_0, rank_1} == {"0", "1"} and engines == [rank_0, rank_1, rank_0], "by turns"
+    rank_0, rank_1, engine = wide_turns.split()
+    assert {rank_0, rank_1} == {"0", "1"} and engine == "None", (
+        "the engine hears from the ranks which they are"
+    )
     of_rank_0, of_rank_1, of_engine = first_life.split()
     assert {of_rank_0, of_rank_1} == {"0", "1"} and of_engine == of_rank_0 == second_life
     assert "learner-0, generator-0 wait for 2 CPUs (2 free) and 2 GPUs (0 free) on node" in waiting
@@ -509,3 +528,55 @@ def test_a_rank_that_moves_has_a_place_beside_others_and_a_node_where_roles_cann
     assert said == other_code and "at most 0 (the CPUs" in no_seat, "a node that joins later is left out"
     assert none_again == no_seat and spans == "False", "for good"
     assert no_logs.startswith("buffer cannot begin: NotADirectoryError: ") and "moved.py/logs" in no_logs
+
+
+# ---- by turns
+
+
+def divide_by_turns(gpus: int, each: int = 1, num_cpus: int = 100, **wishes: Any) -> RoleDivision:
+    placement = PlacementConfig(mode=PlacementMode.colocated)
+    return divide_turns([NodeRoom("node", num_cpus, gpus)], RoleWishes(placement=placement, **wishes), each)
+
+
+def test_by_turns_engines_are_on_the_ranks_gpus_and_each_side_has_the_whole_memory() -> None:
+    division = divide_by_turns(4, ranks=2, engines=3)
+    assert [place.gpus for place in division.places] == [(0,), (1,), (0,), (1,), (0,)]
+    assert [place.memory for place in division.places] == [1.0, 1.0, 0.45, 0.9, 0.45]
+    assert [place.is_shared for place in division.engines] == [True, False, True]
+    assert all(place.takes_turns and place.beside_rank for place in division.engines)
+    for bundle, number in division.bundles.items():
+        shares = [place.share for place in division.places if place.bundle == bundle]
+        assert len(shares) == number and sum(shares) <= 1, "Ray gives them one GPU"
+    wide = divide_by_turns(4, 2, ranks=4, engines=2)
+    assert [place.gpus for place in wide.engines] == [(0, 1), (2, 3)]
+    assert [place.bundle[1] for place in wide.ranks] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert {place.share for place in wide.ranks} == {1.0} and {place.share for place in wide.engines} == {0.0}
+    on_cpu = divide_by_turns(0, ranks=2, engines=2)
+    assert not any(place.gpus for place in on_cpu.places)
+    assert all(place.takes_turns and not place.beside_rank for place in on_cpu.engines)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "words"),
+    [
+        (
+            {"gpus": 4, "each": 3, "ranks": 4, "engines": 1},
+            "must divide the ranks of the learner .* got 3 and 4",
+        ),
+        ({"gpus": 1, "ranks": 2, "engines": 1}, "must be together at most 1"),
+        (
+            {"gpus": 2, "ranks": 2, "engines": 1, "rank_gpus": 0.0},
+            "both be null, or both 0, .* got 0.0 and None",
+        ),
+        (
+            {"gpus": 1, "ranks": 1, "engines": 2, "engine_memory": 0.6},
+            "at most 0.50 for 2 engines .* got 0.6",
+        ),
+        ({"gpus": 1, "ranks": 1, "engines": 2, "num_cpus": 2}, "at most 1 .the CPUs beside 1 ranks.* got 2"),
+    ],
+)
+def test_what_cannot_be_had_by_turns_is_refused_with_the_arithmetic(
+    wishes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        divide_by_turns(**wishes)

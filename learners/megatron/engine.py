@@ -27,6 +27,7 @@ from transformers import AutoConfig
 from configs.learner import ADAM_BETAS
 from configs.model import Dtype
 from learners.checkpoint import StateWriter
+from learners.device_memory import DeviceMemory
 from learners.engine import LossFn, ModelKind, Share
 from learners.megatron import stand_ins
 from learners.megatron.checkpoint import (
@@ -124,6 +125,7 @@ class MegatronEngine:
             raise ValueError("\n".join(found))
         self._publish_dtype, self._bucket_bytes = getattr(torch, dtype), bucket_bytes
         self._weight_decay, self._max_grad_norm = weight_decay, max_grad_norm
+        self._is_trained = kind is not ModelKind.frozen
         self._source = ModelSource(Path(path), join_pool(), on_progress, everywhere=True)
         self._names = ParameterNames(
             config, self._source.files, pipeline_parallel, critic=kind is ModelKind.critic
@@ -153,10 +155,12 @@ class MegatronEngine:
                 self._model, mpu.get_expert_model_parallel_rank() * self._experts
             )
             self._load_model()
+            self._slices: list[OptimizerSlice] = []
             if kind is ModelKind.frozen:
                 self._model.requires_grad_(False)
             else:
                 self._make_optimizer(betas)
+        self._memory = DeviceMemory(self._list_tensors, self._list_gradients)
         self.share = Share(
             mpu.get_data_parallel_rank(),
             mpu.get_data_parallel_world_size(),
@@ -405,6 +409,27 @@ class MegatronEngine:
             if "cuda" in random:
                 torch.cuda.set_rng_state(random.pop("cuda"))
             get_cuda_rng_tracker().set_states(random)
+
+    # ---- turns
+
+    def _list_tensors(self) -> Iterator[Tensor]:
+        """Yields all that the engine keeps between two calls."""
+        yield from self._model.parameters()
+        yield from self._model.buffers()
+        for held in self._slices:
+            yield from held.state.values()
+
+    def _list_gradients(self) -> Iterator[Tensor]:
+        """Yields the buffers of gradients, which an update empties before it fills them."""
+        if self._is_trained:
+            for buffer in (*self._ddp.buffers, *self._ddp.expert_parallel_buffers):
+                yield buffer.grad_data
+
+    def offload(self) -> None:
+        self._memory.offload()
+
+    def onload(self) -> None:
+        self._memory.onload()
 
     def _read_random_states(self) -> dict[str, Tensor]:
         """Returns torch's random states, and those that Megatron keeps of its own, by name."""

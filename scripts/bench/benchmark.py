@@ -13,7 +13,7 @@ its own: in both modes the two sides take turns of some milliseconds and are sto
 (scripts/bench/slipstream_bench/turns.py).
 
 `real` is the default run: generators and learner compete for the cores of this machine. On two cores overlap
-gains little.
+gains little. There is a third case, in which they take turns on all cores (`placement.mode=colocated`).
 
 Tables and intervals go to the console. Pictures and the figures of every run go to --folder.
 """
@@ -71,7 +71,7 @@ SIMULATED = [
 ]
 
 
-ON_POLICY, ASYNC = "on-policy", "async S=2"
+ON_POLICY, ASYNC, COLOCATED = "on-policy", "async S=2", "colocated S=2"
 THROTTLED = [
     "task.args={numbers:4,longest:24}", "sampling.max_tokens=32", "generators.count=1", "eval.every=20",
 ]  # fmt: skip
@@ -149,6 +149,9 @@ def list_cases(setting: str, steps: int | None) -> list[BenchmarkCase]:
         if setting in (real, "all"):
             found.append(BenchmarkCase(real, ON_POLICY, (*overrides, "mode=on_policy"), steps or usual))
             found.append(BenchmarkCase(real, ASYNC, (*overrides, "staleness.max_versions=2"), steps or usual))
+    if setting in ("real", "all"):
+        turns = ("eval.every=20", "staleness.max_versions=2", "placement.mode=colocated")
+        found.append(BenchmarkCase("real", COLOCATED, turns, steps or 320))
     return found
 
 
@@ -271,13 +274,12 @@ def compare_modes(results: list[Result], setting: str) -> list[str]:
 
     Returns lines with means and their 95 % intervals.
     """
-    pairs = [
-        (before, after)
-        for before in results for after in results
-        if (before.name, after.name) == (ON_POLICY, ASYNC) and before.seed == after.seed
-    ]  # fmt: skip
+    pairs = _pair_by_seed(results, ON_POLICY, ASYNC)
     faster = [after.steps_per_s / before.steps_per_s for before, after in pairs]
     lines = [f"steps a second, asynchronous / on-policy: {_plus_minus(faster)}"]
+    if turns := _pair_by_seed(results, ON_POLICY, COLOCATED):
+        faster = [after.steps_per_s / before.steps_per_s for before, after in turns]
+        lines.append(f"steps a second, colocated / on-policy: {_plus_minus(faster)}")
     times = [(before.seconds_to_target, after.seconds_to_target) for before, after in pairs]
     sooner = [before / after for before, after in times if before is not None and after is not None]
     if len(sooner) == len(pairs):
@@ -296,6 +298,15 @@ def compare_modes(results: list[Result], setting: str) -> list[str]:
     return lines
 
 
+def _pair_by_seed(results: list[Result], before: str, after: str) -> list[tuple[Result, Result]]:
+    """Returns the runs of two cases that have the same seed."""
+    return [
+        (one, other)
+        for one in results for other in results
+        if (one.name, other.name) == (before, after) and one.seed == other.seed
+    ]  # fmt: skip
+
+
 def _plus_minus(values: list[float]) -> str:
     center, half = confidence_interval(values)
     return f"{center:.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}") + f" ({len(values)} seeds)"
@@ -312,7 +323,7 @@ def write_figures(results: list[Result], folder: Path) -> None:
         (folder / f"{setting}.json").write_text(json.dumps(machine | {"runs": mine}, indent=1))
 
 
-COLORS = {ON_POLICY: "#7570b3", ASYNC: "#d95f02"}
+COLORS = {ON_POLICY: "#7570b3", ASYNC: "#d95f02", COLOCATED: "#1b9e77"}
 
 
 def plot_results(results: list[Result], setting: str, path: Path) -> None:

@@ -135,6 +135,12 @@ class AnswerEngine:
     def load_version(self, source: WeightSource) -> None:
         """Holds no weights."""
 
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Holds no memory."""
+
+    def wake(self) -> None:
+        """Holds no memory."""
+
     def shutdown(self) -> None:
         """Holds nothing."""
 

@@ -10,6 +10,7 @@ much room as they need; else on as few as can be.
 A rank has a GPU of its own as long as the engines fit on the others; else engines join the ranks. Two ranks
 never share a GPU: NCCL refuses that. Engines go where the fewest processes share a GPU; among equal places
 `placement.strategy` decides. A process without a GPU takes a processor, whose order is the nodes'.
+`turn_placement.py` divides GPUs that ranks and engines have by turns.
 """
 
 import math
@@ -87,10 +88,16 @@ class RolePlace:
     """True when a rank of the learner is one of those."""
     processors: int = 1
     """Processors that Ray counts as taken."""
+    takes_turns: bool = False
+    """True for an engine that has its GPUs, or its processor, by turns with ranks (`turn_placement.py`)."""
+    reserved: tuple[int, ...] = ()
+    """GPUs that are set aside together for several processes; empty: its own."""
+    devices: str = ""
+    """Ray's names of the GPUs, for a process to which Ray gives none of them (`turn_placement.py`)."""
 
     @property
     def bundle(self) -> "Bundle":
-        return (self.node, self.gpus)
+        return (self.node, self.reserved or self.gpus)
 
 
 Bundle = tuple[str, tuple[int, ...]]
@@ -155,7 +162,7 @@ class RoleDivision:
         return "; ".join(
             f"GPU {' and '.join(map(str, gpus))}: "
             + ", ".join(
-                f"{name} ({100 * (place.memory or 0):.0f} % of memory)"
+                f"{name} ({100 * (place.memory or 0):.0f} % of memory{place.takes_turns * ', by turns'})"
                 for name, place in roles
                 if place.gpus == gpus
             )

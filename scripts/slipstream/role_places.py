@@ -31,6 +31,7 @@ from slipstream.role_placement import (
 )
 from slipstream.roles import BufferRole, GeneratorRole, LearnerRole
 from slipstream.stop_signals import StopSignals
+from slipstream.turn_placement import divide_turns, takes_turns
 
 PLACED_S, EXTRA_S = 60.0, 5.0
 """Seconds that Ray may take to set aside what a run needs, because another run may hold it; and what one more
@@ -81,12 +82,19 @@ class RolePlaces:
         self._config, self._logs, self._signals, self.say = config, logs, signals, say
         nodes = list_nodes() if config.cluster.address is not None else list_nodes()[:1]
         self.driver_node = nodes[0].name
-        self.division = divide_nodes(nodes, read_wishes(config))
+        wanted = read_wishes(config)
+        if takes_turns(wanted):
+            rooms, each = [node.room for node in nodes], config.generators.tensor_parallel
+            self.division = divide_turns(rooms, wanted, each)
+        else:
+            self.division = divide_nodes(nodes, wanted)
         self._has_gpus = {node.name: node.room.num_gpus > 0 for node in nodes}
         self._actors: list[Any] = []
         """All that were started. Ray ends an actor whose last handle is gone."""
         self._generators: dict[str, Any] = {}
         """Those of them that generate, by name."""
+        self._devices: dict[int, Any] = {}
+        """Results of `RoleProcess.get_devices`, by rank: of those that share several GPUs with an engine."""
         self._groups = self._reserve(self.division, patience_s)
         """The reservation that holds a bundle, and the bundle's number in it."""
         self._groups_of_ranks = [self._groups[place.bundle] for place in self.division.ranks]
@@ -158,7 +166,10 @@ class RolePlaces:
         place = self.division.ranks[rank]
         options = self._seat_options("learner", place, *self._groups_of_ranks[rank])
         learner = ray.remote(LearnerRole).options(**options)
-        return self._keep(learner.remote(f"learner-{rank}", *self._process_arguments(place.node)))
+        actor = self._keep(learner.remote(f"learner-{rank}", *self._process_arguments(place.node)))
+        if len(place.reserved) > 1:
+            self._devices[rank] = actor.get_devices.remote()
+        return actor
 
     def start_generator(self, name: str) -> Any:
         seat, max_restarts = self._seats[name], self._config.generators.max_restarts
@@ -175,7 +186,13 @@ class RolePlaces:
 
     def find_place(self, name: str) -> RolePlace:
         """Returns the place of an engine."""
-        return self._seats[name].place
+        place = self._seats[name].place
+        if place.share or not place.gpus:
+            return place
+        # Ray gives these GPUs to ranks, which know their names.
+        ranks = [rank for rank, one in enumerate(self.division.ranks) if one.bundle == place.bundle]
+        devices = ",".join(ray.get([self._devices[rank] for rank in ranks]))
+        return dataclasses.replace(place, devices=devices)
 
     def ask_to_leave(self, name: str) -> None:
         """Sends SIGTERM to a generator's process. One that has no process yet is ended: it holds nothing."""

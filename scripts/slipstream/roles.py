@@ -54,10 +54,15 @@ class RoleProcess:
         Set `own_cluster` when the driver has started the Ray cluster, so that the cluster ends with it."""
         raylet = psutil.Process(int(os.environ["RAY_RAYLET_PID"]))
         end_with_driver(driver_pid, raylet, own_cluster)
+        self._run_folder = logs.parent
         log_into_file(logs / f"{name}.log")
 
     def get_pid(self) -> int:
         return os.getpid()
+
+    def get_devices(self) -> str:
+        """Returns the names of the GPUs that Ray lets this process see."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
 
 def end_with_driver(driver_pid: int | None, raylet: psutil.Process, own_cluster: bool) -> None:
@@ -176,6 +181,8 @@ class GeneratorRole(RoleProcess):
         self._joins = True
         if self._is_leaving:
             raise ToldToLeave
+        if place.devices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = place.devices
         # It imports the engine.
         from generators.joining import join_run
 
@@ -188,6 +195,8 @@ class GeneratorRole(RoleProcess):
             place.is_shared,
             evaluates=evaluates,
             patience_s=self._patience_s,
+            turns_of=self._run_folder if place.takes_turns else None,
+            on_gpus=bool(place.gpus),
         )
         self._joins = False
         if self._is_leaving:  # a library, or a destructor, has swallowed what the signal raised

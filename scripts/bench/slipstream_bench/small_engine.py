@@ -128,6 +128,10 @@ class SmallEngine:
             held[name].copy_(tensor)
         return {name: tensor_digest(held[name]) for name, _ in snapshot.named_tensors()}
 
+    def sleep(self, *, keep_weights: bool) -> None: ...
+
+    def wake(self) -> None: ...
+
     def shutdown(self) -> None: ...
 
 
