@@ -8,6 +8,7 @@ shares × ranks of a sequence (Ulysses).
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
