@@ -69,7 +69,7 @@ class FileSpan(NamedTuple):
 
 
 class SpanDigests(msgspec.Struct, frozen=True, array_like=True):
-    """What the rank that writes a span says of it."""
+    """Digests of a span, as the rank that writes it tells them."""
 
     chunks: bytes
     """Digests, 16 bytes each, of the chunks that begin in it."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import msgspec
 import pyarrow as pa
 import pytest
 import torch
@@ -30,7 +31,7 @@ from learners.publication import Publication
 from learners.world import World
 from sync.digest import CHUNK_BYTES, tensor_digest
 from sync.file_layout import FileLayout, SpanDigests, note_forms
-from sync.manifest import Manifest
+from sync.manifest import DigestMismatch, FilePart, FileParts, Manifest, PartSource, parse_manifest
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot, read_manifest
 from sync.snapshot_writer import SnapshotWriter
@@ -251,6 +252,29 @@ def test_holders_of_the_same_rows_publish_each_of_them_once() -> None:
                 shares = [choose_rows(num_rows, row_bytes, index, count) for index in range(count)]
                 covered = [row for begin, end in shares for row in range(begin, end)]
                 assert covered == list(range(num_rows)), "few bytes are the first holder's alone"
+
+
+def test_a_manifest_whose_parts_contradict_it_is_refused(tmp_path: Path) -> None:
+    publisher = Publisher(tmp_path / "w", "life")
+    manifest = publisher.publish_version(0, whole_parts({"a": torch.zeros(3)}))
+    size, empty = manifest.num_bytes, "0" * 32
+    for ends, source, address in [
+        ((size,), 0, "tcp://host:1"),
+        ((9, size), 0, "tcp://[fd77::1]:1"),
+        ((9, 9, size), 0, "tcp://host:1"),
+        ((9, size - 1), 0, "tcp://host:1"),
+        ((size, 9), 0, "tcp://host:1"),
+        ((size,), 1, "tcp://host:1"),
+        ((size,), 0, "ipc:///tmp/socket"),
+    ]:
+        parts = FileParts((PartSource("host", address),), tuple(FilePart(end, source, empty) for end in ends))
+        data = msgspec.json.encode(msgspec.structs.replace(manifest, parts=parts))
+        if ends in ((size,), (9, size)) and not source and address.startswith("tcp"):
+            assert parse_manifest(data, "here", "v0-life").parts == parts
+        else:
+            with pytest.raises(DigestMismatch):
+                parse_manifest(data, "here", "v0-life")
+    publisher.close()
 
 
 # ---- the learner

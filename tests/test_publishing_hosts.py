@@ -48,7 +48,9 @@ class Rank:
             publisher = Publisher(self.folder, "life", ends=[self.server])
         memory = identify_memory() if self.rank < 3 else "subscriber"
         self.publication = Publication(world, publisher, memory)
-        self.end = FetchingEnd(Fetcher(shared_memory_folder("fetched"), timeout_s=2.0))
+        # Each host hands on what it has fetched.
+        fetcher = Fetcher(shared_memory_folder("fetched"), timeout_s=2.0)
+        self.end = FetchingEnd(fetcher, lambda folder, address: SnapshotServer(folder, address))
 
     def publish(self, version: int) -> Announcement:
         """Returns the announcement, on every rank."""
@@ -97,6 +99,9 @@ def fetch_parts(world: World, addresses: list[str]) -> dict[str, object]:
     if one.rank in (2, 3):  # on one of the learner's hosts, and elsewhere
         one.bring(first, 0)
         found["fetched"] = one.end.fetched_bytes
+    world.barrier()
+    if one.server is not None:
+        found["sent"] = one.server.bytes_sent
     world.barrier()
     second = one.publish(1)
     world.barrier()
@@ -147,6 +152,7 @@ def test_a_host_fetches_the_parts_of_all_hosts_and_names_the_one_that_is_wrong_o
     size = found[0]["size"]
     assert found[2]["size"] == size and found[0]["allocated"] < 0.8 * size > 2 * found[2]["allocated"]
     assert found[2]["fetched"] == found[3]["fetched"] == size, "each byte comes once"
+    assert found[0]["sent"] + found[2]["sent"] < 2 * size, "the second fetches from the first one"
     for how in ("torn", "torn again"):
         assert (
             "DigestMismatch" in found[3][how] and f"rows came from {hosts[1].name} (tcp://" in found[3][how]

@@ -1,4 +1,4 @@
-"""Which address has which bytes of a published file."""
+"""The addresses that have the bytes of a published file."""
 
 from bisect import bisect_right
 from collections.abc import Iterable
