@@ -56,7 +56,7 @@ ASLEEP_BYTES = 2 * GIB
 PROCESS_BYTES = {True: 4 * GIB, False: GIB // 2}
 """Host memory of a process with libraries and buffers: with CUDA, and without."""
 ROW_BYTES = 13
-"""Bytes of a token in the buffer (docs/architecture: tokens, log-probabilities, versions, masks)."""
+"""Bytes of a token in the buffer: its number, log-probability and version, and whether it was sampled."""
 CPU_KV_BYTES = 64 << 20
 """KV of an engine on a CPU, where the configuration does not say."""
 MANY_CPUS = 1 << 20
