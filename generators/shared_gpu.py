@@ -21,41 +21,42 @@ BLOCK_TOKENS = 16
 
 
 def count_engine_parts(
-    sizes: Sizes, *, element_bytes: int, max_sequences: int, tokens_per_step: int, tensor_parallel: int = 1
+    sizes: Sizes, *, element_bytes: int, max_sequences: int, tokens_per_step: int, ranks: int = 1
 ) -> dict[str, float]:
-    """Returns the bytes that an engine needs on each of its GPUs besides KV, by part.
+    """Returns the bytes that an engine needs on each of its GPUs besides KV, by part. `ranks`: GPUs that
+    share each layer's matrices.
 
     Between the matrices every rank of tensor parallelism has whole vectors.
     """
     between = 6 * sizes.hidden
-    activations = between + (sizes.layer_activations - between) / tensor_parallel
+    activations = between + (sizes.layer_activations - between) / ranks
     return {
-        "weights": element_bytes * count_engine_weights(sizes, tensor_parallel),
+        "weights": element_bytes * count_engine_weights(sizes, ranks),
         "activations": element_bytes * tokens_per_step * activations,
         "logits": float(COPIES_OF_LOGITS * FLOAT32_BYTES * max_sequences * sizes.vocabulary),
         "overhead": float(OVERHEAD_BYTES),
     }
 
 
-def count_engine_weights(sizes: Sizes, tensor_parallel: int = 1) -> float:
+def count_engine_weights(sizes: Sizes, ranks: int = 1) -> float:
     """Returns the elements of a model that each GPU of an engine holds. Ranks beyond the heads of keys and
     values hold copies of these; norms, routers and projections to latent vectors are whole on each."""
-    heads = min(tensor_parallel, sizes.num_key_value_heads)
+    heads = min(ranks, sizes.num_key_value_heads)
     layers = sum(
-        (layer.divided - layer.key_value + layer.experts) / tensor_parallel
+        (layer.divided - layer.key_value + layer.experts) / ranks
         + layer.key_value / heads
         + layer.whole
         + layer.buffers
         for layer in sizes.layers
     )
-    ends = (sizes.embedding_parameters - sizes.hidden) / tensor_parallel
+    ends = (sizes.embedding_parameters - sizes.hidden) / ranks
     return layers + ends + sizes.hidden
 
 
-def count_kv_token_bytes(sizes: Sizes, element_bytes: int, tensor_parallel: int = 1) -> int:
+def count_kv_token_bytes(sizes: Sizes, element_bytes: int, ranks: int = 1) -> int:
     """Returns the bytes of KV that one token takes on each GPU of an engine, all layers counted whole
     (a window keeps less)."""
-    heads = max(1, sizes.num_key_value_heads // tensor_parallel)
+    heads = max(1, sizes.num_key_value_heads // ranks)
     return element_bytes * sizes.head_kv * heads * sizes.num_layers
 
 
@@ -71,7 +72,7 @@ def compute_kv_cache_bytes(
     element_bytes: int,
     max_sequences: int,
     tokens_per_step: int,
-    tensor_parallel: int = 1,
+    ranks: int = 1,
 ) -> int:
     """Returns the bytes that remain of `budget` bytes of each GPU after its part of the weights, one layer's
     activations, the sampler's logits and the overhead. Raises ValueError if nothing remains."""
@@ -80,7 +81,7 @@ def compute_kv_cache_bytes(
         element_bytes=element_bytes,
         max_sequences=max_sequences,
         tokens_per_step=tokens_per_step,
-        tensor_parallel=tensor_parallel,
+        ranks=ranks,
     )
     left = budget - sum(parts.values())
     if left <= 0:

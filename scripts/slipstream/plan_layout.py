@@ -56,7 +56,7 @@ ASLEEP_BYTES = 2 * GIB
 PROCESS_BYTES = {True: 4 * GIB, False: GIB // 2}
 """Host memory of a process with libraries and buffers: with CUDA, and without."""
 ROW_BYTES = 13
-"""Bytes of a token in the buffer (docs/architecture: tokens, log-probabilities, versions, masks)."""
+"""Bytes of a token in the buffer: its number, log-probability and version, and whether it was sampled."""
 CPU_KV_BYTES = 64 << 20
 """KV of an engine on a CPU, where the configuration does not say."""
 MANY_CPUS = 1 << 20
@@ -192,6 +192,8 @@ def divide_hosts(config: Config, hardware: Hardware) -> RoleDivision:
     if config.placement.mode is not PlacementMode.colocated:
         return divide_roles(nodes, wishes)
     alone = divide_roles(nodes, dataclasses.replace(wishes, engines=0, evaluators=0))
+    if not all(place.gpus for place in alone.ranks):
+        return divide_roles(nodes, wishes)
     return _seat_colocated_engines(alone, wishes.engines, generators.tensor_parallel, wishes.evaluators)
 
 
@@ -306,7 +308,7 @@ def count_engine(config: Config, sizes: Sizes, *, on_gpu: bool) -> dict[str, flo
         element_bytes=config.model.dtype.num_bytes,
         max_sequences=generators.max_sequences,
         tokens_per_step=max(TOKENS_PER_STEP, generators.max_sequences),
-        tensor_parallel=generators.tensor_parallel,
+        ranks=generators.tensor_parallel,
     )
     if not on_gpu:
         # Engines on a CPU use the snapshot's own memory, unless kernels pack the experts or ranks divide it.
