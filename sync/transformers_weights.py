@@ -26,7 +26,7 @@ PROBE_COLUMNS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPlace:
+class HeldPlace:
     """Where a published tensor lies in a model: elements of a parameter or buffer, side by side."""
 
     holder: Tensor
@@ -128,12 +128,12 @@ class TransformersWeights:
         return tensor_digests({entry.name: self._places[entry.name].view() for entry in manifest.tensors})
 
 
-def _list_places(model: nn.Module) -> Iterator[tuple[str, TensorPlace]]:
+def _list_places(model: nn.Module) -> Iterator[tuple[str, HeldPlace]]:
     """Yields each tensor that may be published, by its published name; a tied one by each of its names."""
     orders: dict[tuple[str, tuple[int, ...]], list[tuple[str, int, tuple[int, ...]]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if (published := _find_published_name(model, name, parameter)) is not None:
-            yield published, TensorPlace(parameter, 0, tuple(parameter.shape))
+            yield published, HeldPlace(parameter, 0, tuple(parameter.shape))
             continue
         prefix, layer = _split_at_layer(name)
         key = (name.removeprefix(prefix + layer), tuple(parameter.shape))
@@ -144,9 +144,9 @@ def _list_places(model: nn.Module) -> Iterator[tuple[str, TensorPlace]]:
                 for part, first, shape in _find_stacked(model, name, parameter)
             ]
         for part, first, shape in orders[key]:
-            yield prefix + layer + part, TensorPlace(parameter, first, shape)
+            yield prefix + layer + part, HeldPlace(parameter, first, shape)
     for name, buffer in _list_saved_buffers(model):
-        yield name, TensorPlace(buffer, 0, tuple(buffer.shape))
+        yield name, HeldPlace(buffer, 0, tuple(buffer.shape))
 
 
 def _list_saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -44,7 +44,7 @@ from pathlib import Path
 from types import SimpleNamespace
 os.environ["RAY_RAYLET_PID"] = str(os.getpid())
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # as `node.sh` does in all of Ray's processes
-from slipstream.role_placement import RolePlace
+from slipstream.role_division import RolePlace
 from slipstream.roles import GeneratorRole
 
 class ToldGenerator:

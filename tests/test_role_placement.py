@@ -14,7 +14,8 @@ import pytest
 
 from configs.load import load_config
 from configs.placement import PlacementConfig, PlacementMode, PlacementStrategy
-from slipstream.role_placement import NodeRoom, RoleDivision, RolePlace, RoleWishes, divide_roles, read_wishes
+from slipstream.role_division import NodeRoom, RoleDivision, RolePlace, RoleWishes, read_wishes
+from slipstream.role_placement import divide_roles
 from slipstream.turn_placement import divide_turns
 
 GPUS = (0, 1, 2, 3, 4, 7, 8, 16)
@@ -535,7 +536,9 @@ def test_a_rank_that_moves_has_a_place_beside_others_and_a_node_where_roles_cann
 
 def divide_by_turns(gpus: int, each: int = 1, num_cpus: int = 100, **wishes: Any) -> RoleDivision:
     placement = PlacementConfig(mode=PlacementMode.colocated)
-    return divide_turns([NodeRoom("node", num_cpus, gpus)], RoleWishes(placement=placement, **wishes), each)
+    return divide_turns(
+        [NodeRoom("node", num_cpus, gpus)], RoleWishes(placement=placement, engine_ranks=each, **wishes)
+    )
 
 
 def test_by_turns_engines_are_on_the_ranks_gpus_and_each_side_has_the_whole_memory() -> None:

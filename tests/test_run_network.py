@@ -19,8 +19,8 @@ from configs.load import load_config
 from slipstream import node_agents, preparation, run_network, supervisor
 from slipstream.cluster_nodes import ClusterNode
 from slipstream.node_agents import NodeAgent, NodeAgents
+from slipstream.role_division import NodeRoom, RoleDivision, RolePlace
 from slipstream.role_failures import RoleFailed
-from slipstream.role_placement import NodeRoom, RoleDivision, RolePlace
 from slipstream.run_network import KEYS, RunNetwork
 from slipstream.stop_signals import StopSignals
 from slipstream.supervisor import LearnerRanks, RankProcess

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import ray
 
-from slipstream.role_placement import NodeRoom
+from slipstream.role_division import NodeRoom
 
 OWN_LABELS = ("ray.io/node-id",)
 """Labels of Ray's that name one node each, and help nobody choose."""

@@ -38,14 +38,9 @@ from learners.memory import (
     plan_policy_rank,
 )
 from slipstream.plan_hardware import Hardware
-from slipstream.role_placement import (
-    ENGINE_MEMORY,
-    NodeRoom,
-    RoleDivision,
-    RolePlace,
-    divide_roles,
-    read_wishes,
-)
+from slipstream.role_division import NodeRoom, RoleDivision, read_wishes
+from slipstream.role_placement import ENGINE_MEMORY, divide_roles
+from slipstream.turn_placement import divide_turns, takes_turns
 from sync.kept_versions import count_kept_bytes
 
 CUDA_BYTES = 2 * GIB
@@ -189,35 +184,7 @@ def divide_hosts(config: Config, hardware: Hardware) -> RoleDivision:
             config, generators=dataclasses.replace(generators, gpus=float(generators.tensor_parallel))
         )
     wishes = read_wishes(config)
-    if config.placement.mode is not PlacementMode.colocated:
-        return divide_roles(nodes, wishes)
-    alone = divide_roles(nodes, dataclasses.replace(wishes, engines=0, evaluators=0))
-    if not all(place.gpus for place in alone.ranks):
-        return divide_roles(nodes, wishes)
-    return _seat_colocated_engines(alone, wishes.engines, generators.tensor_parallel, wishes.evaluators)
-
-
-def _seat_colocated_engines(
-    ranks: RoleDivision, engines: int, tensor_parallel: int, evaluators: int
-) -> RoleDivision:
-    """Puts engines on the GPUs of the ranks, which they have by turns: each on as many as it divides a model
-    between, one after the other; those on the same GPUs share the memory in their turn."""
-    if len(ranks.ranks) % tensor_parallel:
-        raise ValueError(
-            "generators.tensor_parallel must divide the ranks of the learner with placement.mode=colocated "
-            f"(an engine has the GPUs of so many), got {tensor_parallel} and {len(ranks.ranks)}"
-        )
-    groups = [
-        ranks.ranks[begin : begin + tensor_parallel] for begin in range(0, len(ranks.ranks), tensor_parallel)
-    ]
-    seats = []
-    for number in range(engines):
-        group = groups[number % len(groups)]
-        beside = len(range(number % len(groups), engines, len(groups)))
-        gpus = tuple(gpu for place in group for gpu in place.gpus)
-        memory = ENGINE_MEMORY / beside if gpus else None
-        seats.append(RolePlace(group[0].node, gpus, 1.0, memory, is_shared=True, beside_rank=True))
-    return RoleDivision(ranks.ranks, tuple(seats), evaluators)
+    return divide_turns(nodes, wishes) if takes_turns(wishes) else divide_roles(nodes, wishes)
 
 
 def _plan_ranks(

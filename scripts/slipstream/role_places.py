@@ -19,16 +19,9 @@ from slipstream.cluster import stage_options
 from slipstream.cluster_nodes import ClusterNode, list_nodes
 from slipstream.node_agents import LISTENING_S, READ_S, NodeAgent, NodeAgents, NodeUnfit
 from slipstream.ray_waits import wait_for_results
+from slipstream.role_division import Bundle, NodeRoom, RoleDivision, RolePlace, RoleWishes, read_wishes
 from slipstream.role_failures import RoleFailed
-from slipstream.role_placement import (
-    Bundle,
-    NodeRoom,
-    RoleDivision,
-    RolePlace,
-    RoleWishes,
-    divide_roles,
-    read_wishes,
-)
+from slipstream.role_placement import divide_roles
 from slipstream.roles import BufferRole, GeneratorRole, LearnerRole
 from slipstream.stop_signals import StopSignals
 from slipstream.turn_placement import divide_turns, takes_turns
@@ -84,8 +77,7 @@ class RolePlaces:
         self.driver_node = nodes[0].name
         wanted = read_wishes(config)
         if takes_turns(wanted):
-            rooms, each = [node.room for node in nodes], config.generators.tensor_parallel
-            self.division = divide_turns(rooms, wanted, each)
+            self.division = divide_turns([node.room for node in nodes], wanted)
         else:
             self.division = divide_nodes(nodes, wanted)
         self._has_gpus = {node.name: node.room.num_gpus > 0 for node in nodes}

@@ -23,6 +23,7 @@ from buffers.parcels import PARCELS
 from configs.load import to_yaml
 from configs.schema import Config
 from learners.memory import explain_shortage
+from slipstream.role_division import RolePlace
 from slipstream.role_failures import (
     RankFailure,
     describe_failure,
@@ -30,7 +31,6 @@ from slipstream.role_failures import (
     explain_engine_shortage,
 )
 from slipstream.role_logs import log_into_file, log_what_ends_role
-from slipstream.role_placement import RolePlace
 from sync.folders import leave_all_folders
 
 if TYPE_CHECKING:

@@ -14,16 +14,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from configs.placement import PlacementMode
-from slipstream.role_placement import (
-    ENGINE_MEMORY,
-    RANK_MEMORY,
-    RESOLUTION,
-    NodeRoom,
-    RoleDivision,
-    RolePlace,
-    RoleWishes,
-    divide_roles,
-)
+from slipstream.role_division import NodeRoom, RoleDivision, RolePlace, RoleWishes
+from slipstream.role_placement import ENGINE_MEMORY, RANK_MEMORY, RESOLUTION, divide_roles
 
 
 def takes_turns(wanted: RoleWishes) -> bool:
@@ -32,8 +24,8 @@ def takes_turns(wanted: RoleWishes) -> bool:
     return wanted.placement.mode is PlacementMode.colocated and wanted.ranks > 0
 
 
-def divide_turns(nodes: Sequence[NodeRoom], wanted: RoleWishes, gpus_per_engine: int) -> RoleDivision:
-    """Gives every process its place. `gpus_per_engine`: GPUs of the ranks that one engine has.
+def divide_turns(nodes: Sequence[NodeRoom], wanted: RoleWishes) -> RoleDivision:
+    """Gives every process its place.
 
     Raises ValueError, with the arithmetic, for wishes that do not fit.
     """
@@ -47,20 +39,20 @@ def divide_turns(nodes: Sequence[NodeRoom], wanted: RoleWishes, gpus_per_engine:
         division = divide_roles(nodes, wanted)
         return replace(division, engines=tuple(replace(one, takes_turns=True) for one in division.engines))
     _check_processors(nodes, wanted)
-    if len(ranks) % gpus_per_engine:
+    if len(ranks) % wanted.engine_ranks:
         raise ValueError(
             "generators.tensor_parallel must divide the ranks of the learner with placement.mode=colocated "
-            f"(an engine has the GPUs of so many), got {gpus_per_engine} and {len(ranks)}"
+            f"(an engine has the GPUs of so many), got {wanted.engine_ranks} and {len(ranks)}"
         )
-    num_groups = len(ranks) // gpus_per_engine
+    num_groups = len(ranks) // wanted.engine_ranks
     placed, homes = list[RolePlace](), list[RolePlace]()
     for number in range(num_groups):
-        group = ranks[number * gpus_per_engine : (number + 1) * gpus_per_engine]
+        group = ranks[number * wanted.engine_ranks : (number + 1) * wanted.engine_ranks]
         num_engines = len(range(number, wanted.engines, num_groups))
         gpus = tuple(gpu for place in group for gpu in place.gpus)
         # Rounded down, as Ray counts.
         part = RESOLUTION // (1 + num_engines) / RESOLUTION
-        rank_share, engine_share = (part, part) if gpus_per_engine == 1 else (1.0, 0.0)
+        rank_share, engine_share = (part, part) if wanted.engine_ranks == 1 else (1.0, 0.0)
         own = RANK_MEMORY if wanted.rank_memory is None else wanted.rank_memory
         placed += [replace(place, share=rank_share, memory=own, reserved=gpus) for place in group]
         memory = _divide_memory(wanted, num_engines)

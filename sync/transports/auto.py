@@ -15,7 +15,7 @@ from sync.transports.ends import GeneratorEnd, LearnerEnd, SocketGuards
 
 def open_learner_ends(config: Config, folder: Path, guards: SocketGuards) -> list[LearnerEnd]:
     ends = tcp.open_learner_ends(config, folder, guards)
-    # A model that leaves its GPU's memory to others publishes no copy there: engines take the host's. And only
+    # A model that leaves its GPU's memory to others publishes no copy there: engines take the host's. Only
     # vLLM copies from one GPU's memory to its own.
     leaves = config.learner.fsdp.cpu_offload or config.placement.mode is PlacementMode.colocated
     if not leaves and config.generators.engine is EngineKind.vllm:
