@@ -401,7 +401,7 @@ def _compute_kv_cache_bytes(config: Any) -> int:
         element_bytes=config.model_config.dtype.itemsize,
         max_sequences=config.scheduler_config.max_num_seqs,
         tokens_per_step=config.scheduler_config.max_num_batched_tokens,
-        tensor_parallel=config.parallel_config.tensor_parallel_size,
+        ranks=config.parallel_config.tensor_parallel_size,
     )
 
 
