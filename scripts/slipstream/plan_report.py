@@ -159,11 +159,14 @@ def _describe_kv(config: Config, plan: RunPlan) -> list[str]:
 def _describe_version(config: Config, plan: RunPlan, rates: Rates) -> list[str]:
     """Says how long a publication takes, until training goes on and until engines have it."""
     size, ranks = plan.version_bytes, config.learner.ranks
-    waits_s = size / ranks / GB / rates.copy
+    own = size / ranks / GB
     lines = [f"a version: {format_bytes(size)}"]
     if plan.has_learner:
-        by = f"{ranks} rank{'s' if ranks > 1 else ''} at {rates.copy:g} GB/s each"
-        lines[0] += f"; training waits {_format_s(waits_s)} for a publication ({by})"
+        by, each = ("a rank copies it", "") if ranks == 1 else (f"{ranks} ranks copy their rows", " each")
+        lines[0] += f"; training waits {_format_s(own / rates.copy)} for it ({by}, {rates.copy:g} GB/s{each})"
+        lines.append(
+            f"  written in {_format_s(own / rates.write)} ({rates.write:g} GB/s{each}), beside training"
+        )
     if plan.fetching:
         coming_s = max((1 - plan.shares[host]) * size for host in plan.fetching) / GB / rates.network
         chains = 2 if len(plan.fetching) >= CHAINS_FROM else 1
