@@ -129,18 +129,6 @@ def _transformers_conditions(config: Config) -> list[Condition]:
     without_vllm = [one for one in Transport if one is Transport.auto or one.row.vllm_engine is None]
     return [
         Condition(
-            generators.tensor_parallel == 1,
-            "generators.tensor_parallel",
-            "be 1 with generators.engine=transformers (an engine has one GPU)",
-            generators.tensor_parallel,
-        ),
-        Condition(
-            (generators.gpus or 0) <= 1,
-            "generators.gpus",
-            "be at most 1 with generators.engine=transformers",
-            generators.gpus,
-        ),
-        Condition(
             not generators.prefix_cache,
             "generators.prefix_cache",
             "be false with generators.engine=transformers (it finds KV by tokens alone, and could take that "
@@ -313,12 +301,6 @@ def _turn_conditions(config: Config) -> list[Condition]:
             "be apart with role=generators (generators that join a run have GPUs of their own, and work at "
             "any time)",
             config.placement.mode,
-        ),
-        Condition(
-            generators.engine is not EngineKind.transformers,
-            "generators.engine",
-            "be vllm with placement.mode=colocated (transformers' engine cannot give a GPU's memory back)",
-            generators.engine,
         ),
         Condition(
             config.cluster.address is None,

@@ -46,16 +46,20 @@ def whole_parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[TensorPart]:
 
 
 def collect_tensors(parts: Iterable[TensorPart]) -> dict[str, torch.Tensor]:
-    """Returns copies of the whole tensors, for exports and tests of models that fit into memory.
+    """Returns copies of the whole tensors, for exports and tests of models that fit into memory. The parts of
+    several ranks may come in any order.
 
     Raises RuntimeError, from torch, where the parts are not whole tensors.
     """
-    pieces: dict[str, list[torch.Tensor]] = {}
+    pieces: dict[str, dict[int, torch.Tensor]] = {}
     shapes = {}
     for part in parts:
         shapes[part.name] = part.shape
-        pieces.setdefault(part.name, []).append(part.cast_elements().reshape(-1).clone())
-    return {name: torch.cat(pieces[name]).view(shape) for name, shape in shapes.items()}
+        pieces.setdefault(part.name, {})[part.begin] = part.cast_elements().reshape(-1).clone()
+    return {
+        name: torch.cat([piece for _, piece in sorted(pieces[name].items())]).view(shape)
+        for name, shape in shapes.items()
+    }
 
 
 def stream_tensor(

@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from engine_batches import draw_batch, negate_logprobs, save_small_qwen3
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import on_ranks
+from ranks import gather_weights, on_ranks
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -38,7 +38,6 @@ from learners.fsdp import FsdpEngine
 from learners.packing import Packed, pack_share
 from learners.startup import check_same_run
 from learners.world import LONG_TIMEOUT, World
-from sync.stream import collect_tensors
 
 LENGTHS = [5, 9, 2, 30, 7, 1, 12, 4]
 
@@ -271,7 +270,7 @@ def trained_on(world: World, model: Path, folder: Path) -> tuple[dict[str, Tenso
     thread = threading.Thread(target=write_it, args=(folder,))
     thread.start()
     engine.update(parts, negate_logprobs, 1e-2)
-    after = collect_tensors(engine.stream_weights())
+    after = gather_weights(engine.stream_weights())
     for _ in range(4):
         engine.update(parts, negate_logprobs, 1e-2)
         list(engine.stream_weights())
@@ -284,7 +283,7 @@ def taken_up(world: World, model: Path, folder: Path) -> tuple[dict[str, Tensor]
     engine.load_state(folder)
     loaded = state(engine)
     engine.update(parts_of(world), negate_logprobs, 1e-2)
-    return loaded, collect_tensors(engine.stream_weights())
+    return loaded, gather_weights(engine.stream_weights())
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])

@@ -197,7 +197,7 @@ def test_tensors_of_a_folder_have_the_digest_of_their_publication(tmp_path: Path
     }  # fmt: skip
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
-    names = [name for name, _, _ in read_tensors(tmp_path, torch.float32)]
+    names = [part.name for part in read_tensors(tmp_path, torch.float32)]
     assert sorted(names) == ["ids", "model.a", "model.b"]
     expected = {name: tensors[name].float() if name != "ids" else tensors[name] for name in names}
     publishers = [Publisher(tmp_path / name, "life") for name in ("one", "two")]

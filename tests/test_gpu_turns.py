@@ -47,7 +47,6 @@ from learners.packing import batch_from_arrow, pack_rows
 from learners.startup import start_learner
 from learners.turns import LearnerTurns
 from learners.world import World
-from sync.stream import collect_tensors
 from sync.turns import TurnHolder, TurnLocks, open_turn_locks
 from sync.weight_source import WeightSource
 
@@ -253,7 +252,8 @@ def train_with_turns(model: Path, rows: list[Trajectory], kind: str) -> bool:
     }[kind]
     engines = [make(), make()]
     memory = hold_all(engines[1])
-    collect_tensors(engines[1].stream_weights())
+    for _ in engines[1].stream_weights():
+        pass
     for _ in range(2):
         engines[1].offload()
         held = [*engines[1]._list_tensors()]

@@ -30,7 +30,7 @@ from engine_claims import (  # noqa: F401
     test_the_digests_are_of_what_the_engine_holds,
     test_the_same_snapshot_may_be_taken_up_again,
 )
-from engine_rig import END, TOLERANCE, VOCAB, EngineRig, Weights, make_prompts
+from engine_rig import END, TOLERANCE, VOCAB, VllmRig, Weights, make_prompts
 from ranks import on_ranks
 from transformers import Qwen3ForCausalLM
 
@@ -49,12 +49,12 @@ from sync.subscriber import Subscriber
 
 
 @pytest.fixture(scope="module")
-def make_rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., EngineRig]]:
+def make_rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., VllmRig]]:
     set_num_threads, disabled = torch.set_num_threads, torch._dynamo.config.disable
-    rigs: list[EngineRig] = []
+    rigs: list[VllmRig] = []
 
-    def make(**arguments: Any) -> EngineRig:
-        rigs.append(EngineRig(tmp_path_factory.mktemp("rig"), **arguments))
+    def make(**arguments: Any) -> VllmRig:
+        rigs.append(VllmRig(tmp_path_factory.mktemp("rig"), **arguments))
         return rigs[-1]
 
     yield make
@@ -65,25 +65,25 @@ def make_rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
 
 
 @pytest.fixture(scope="module")
-def tied(make_rig: Callable[..., EngineRig]) -> EngineRig:
+def tied(make_rig: Callable[..., VllmRig]) -> VllmRig:
     """Tied head, an end of sequence, KV kept, no prefix cache."""
     return make_rig(tied=True, end=END)
 
 
 @pytest.fixture(scope="module")
-def untied(make_rig: Callable[..., EngineRig]) -> EngineRig:
+def untied(make_rig: Callable[..., VllmRig]) -> VllmRig:
     """Untied head, no end of sequence, KV kept, with prefix cache."""
     return make_rig(tied=False, end=None, prefix_cache=True)
 
 
 @pytest.fixture(scope="module")
-def recompute(make_rig: Callable[..., EngineRig]) -> EngineRig:
+def recompute(make_rig: Callable[..., VllmRig]) -> VllmRig:
     """Tied head, no end of sequence, KV computed anew, temperature 0.7."""
     return make_rig(tied=True, end=None, kv_cache=KvCache.recompute, temperature=0.7)
 
 
 @pytest.fixture(params=["tied", "untied", "recompute"])
-def rig(request: pytest.FixtureRequest) -> EngineRig:
+def rig(request: pytest.FixtureRequest) -> VllmRig:
     return request.getfixturevalue(request.param)
 
 
@@ -117,7 +117,7 @@ def adapters_of_a_learner(
 
 
 def test_adapters_alone_are_taken_up_in_flight_and_sampled_from_as_the_learner_has_them(
-    recompute: EngineRig, tmp_path: Path
+    recompute: VllmRig, tmp_path: Path
 ) -> None:
     model = recompute.publisher.folder.parent / "model"
     [(adapters, _)] = on_ranks(1, adapters_of_a_learner, tmp_path / "first", model, [[0] * 12])
@@ -169,7 +169,7 @@ def test_adapters_alone_are_taken_up_in_flight_and_sampled_from_as_the_learner_h
     ],
 )
 def test_one_changed_number_in_the_engine_changes_the_digest_of_its_tensor_alone(
-    untied: EngineRig, parameter: str, row: int, changed: str
+    untied: VllmRig, parameter: str, row: int, changed: str
 ) -> None:
     manifest = untied.load_model(0)
     model = untied.engine._core.engine_core.model_executor.driver_worker.worker.model_runner.get_model()
@@ -179,7 +179,7 @@ def test_one_changed_number_in_the_engine_changes_the_digest_of_its_tensor_alone
     untied.load_model(0)
 
 
-def test_weights_that_do_not_fit_the_model_are_refused_by_name(untied: EngineRig) -> None:
+def test_weights_that_do_not_fit_the_model_are_refused_by_name(untied: VllmRig) -> None:
     whole, held = untied.weights[0], untied.load_model(0)
     name = "model.layers.0.self_attn.k_proj.weight"
     wrong: list[tuple[Weights, str]] = [
@@ -208,7 +208,7 @@ def test_weights_that_do_not_fit_the_model_are_refused_by_name(untied: EngineRig
 
 @pytest.mark.parametrize("mapped", [True, False])
 def test_an_engine_that_does_not_take_the_weights_is_found_out(
-    tied: EngineRig, mapped: bool, monkeypatch: pytest.MonkeyPatch
+    tied: VllmRig, mapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is right, and one tensor does not arrive. The head has 80 rows and the engine's has 128, so it
     is never mapped."""
@@ -233,7 +233,7 @@ def test_an_engine_that_does_not_take_the_weights_is_found_out(
 
 
 def test_weights_are_the_snapshots_own_memory_where_the_layout_allows_and_whole_without_its_file(
-    untied: EngineRig,
+    untied: VllmRig,
 ) -> None:
     manifest = untied.load_model(0)
     model = untied.engine._core.engine_core.model_executor.driver_worker.worker.model_runner.get_model()
@@ -256,7 +256,7 @@ def test_weights_are_the_snapshots_own_memory_where_the_layout_allows_and_whole_
 
 
 def test_a_folder_on_disk_is_a_model_folder_when_its_publisher_has_closed(
-    tied: EngineRig, tmp_path: Path
+    tied: VllmRig, tmp_path: Path
 ) -> None:
     model = tmp_path / "model"
     tied.models[0].save_pretrained(model)
@@ -285,7 +285,7 @@ def test_float32_is_computed_in_float32_on_a_gpu_too(monkeypatch: pytest.MonkeyP
     assert knobs.language.fp32_default == "ieee", "Triton knows the variable"
 
 
-def test_the_prefix_cache_never_gives_a_sample_the_kv_of_other_weights(untied: EngineRig) -> None:
+def test_the_prefix_cache_never_gives_a_sample_the_kv_of_other_weights(untied: VllmRig) -> None:
     """A prompt of three blocks is cached under model 0. Under model 1 it is asked for by a sample that was
     waiting at the update and by one that came later; running samples keep the old KV alive all the while."""
     prompt = make_prompts(1, length=100)[0]
@@ -331,7 +331,7 @@ class RecordedCore:
 
 
 def test_an_engine_on_a_gpu_sleeps_and_wakes_in_the_order_that_leaves_room_for_its_weights(
-    tied: EngineRig, monkeypatch: pytest.MonkeyPatch
+    tied: VllmRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights before KV, and both before a step. vLLM's sleep itself needs a GPU."""
     engine, core = tied.engine, RecordedCore()

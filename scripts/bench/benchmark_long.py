@@ -60,7 +60,7 @@ def run_rank(config: Config, rank: int, num_tokens: int, folder: Path) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=config.learner.ranks
     )
-    torch.save(asdict(train_long(config, draw_long_batch([num_tokens]), rank)), folder / f"rank_{rank}.pt")
+    torch.save(asdict(train_long(config, draw_long_batch([num_tokens]))), folder / f"rank_{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -149,7 +149,7 @@ def main() -> None:
             outcomes[name] = (
                 list(map(load_outcome, kept)) if kept else run_layout(config, options.tokens, place)
             )
-            distance = None if name == first else compare_outcomes(outcomes[name][0], outcomes[first][0])
+            distance = None if name == first else compare_outcomes(outcomes[name], outcomes[first])
             rows[name] = describe_layout(config, outcomes[name], distance)
     title = f"one sequence of {options.tokens:,} tokens, {' '.join(settings) or 'all activations kept'}"
     print_report(rows, title)

@@ -3,6 +3,7 @@
 import importlib
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from learners.engine import ModelKind
 from learners.memory import MemoryMeter
 from learners.models import make_engine
 from learners.packing import Batch, Packed, pack_rows
-from sync.stream import collect_tensors
+from sync.stream import TensorPart, collect_tensors
 
 VOCABULARY, HIDDEN, HEADS, HEAD_DIM, LAYERS = 64, 32, 2, 16, 2
 LR = 1e-3
@@ -40,8 +41,8 @@ class LongOutcome:
     logprobs: Tensor
     """[T]"""
     grad_norm: float
-    weights: dict[str, Tensor]
-    """The published weights after the update; empty except on the first rank."""
+    parts: list[tuple[str, tuple[int, ...], Tensor, int]]
+    """The rank's parts of the published weights after the update: name, shape, elements and their place."""
     seconds: float
     peak_bytes: float
     """Most memory that the rank has needed, its model included."""
@@ -123,7 +124,7 @@ def draw_long_batch(lengths: list[int]) -> Batch:
     )
 
 
-def train_long(config: Config, batch: Batch, rank: int) -> LongOutcome:
+def train_long(config: Config, batch: Batch) -> LongOutcome:
     """Makes one update on the whole batch as one microbatch, in torch's default process group. Collective.
 
     The loss is the mean negative log-likelihood of the sampled tokens.
@@ -143,12 +144,19 @@ def train_long(config: Config, batch: Batch, rank: int) -> LongOutcome:
 
     norm = engine.update([packed], compute_loss, LR)
     seconds, peak = time.perf_counter() - began, meter.measure_peak()
-    weights = collect_tensors(engine.stream_weights())
-    return LongOutcome(found, norm, weights if rank == 0 else {}, seconds, peak)
+    parts = [(one.name, one.shape, one.cast_elements().clone(), one.begin) for one in engine.stream_weights()]
+    return LongOutcome(found, norm, parts, seconds, peak)
 
 
-def compare_outcomes(one: LongOutcome, other: LongOutcome) -> Distance:
-    apart = torch.cat([(one.weights[name] - other.weights[name]).abs().flatten() for name in other.weights])
+def join_weights(ranks: Sequence[LongOutcome]) -> dict[str, Tensor]:
+    """Returns the whole published weights, whose parts the ranks have."""
+    return collect_tensors(TensorPart(*part) for one in ranks for part in one.parts)
+
+
+def compare_outcomes(these: Sequence[LongOutcome], those: Sequence[LongOutcome]) -> Distance:
+    """Compares the results of the ranks of two layouts."""
+    one, other, mine, theirs = these[0], those[0], join_weights(these), join_weights(those)
+    apart = torch.cat([(mine[name] - theirs[name]).abs().flatten() for name in theirs])
     return Distance(
         logprobs=float((one.logprobs - other.logprobs).abs().max()),
         grad_norm=abs(one.grad_norm / other.grad_norm - 1),
