@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -420,3 +421,16 @@ def end_run_on_hosts(world: World, folder: Path) -> list[str]:
 def test_every_host_serves_its_rows_until_the_last_version_is_evaluated(tmp_path: Path) -> None:
     found = on_ranks(2, end_run_on_hosts, tmp_path / "ranks", tmp_path)
     assert found == [["version 1", "evaluated"], []]
+
+
+def test_a_rank_whose_publication_has_failed_notices_it_while_it_waits_for_the_first_rank(
+    tmp_path: Path,
+) -> None:
+    publication = Publication(publisher=Publisher(tmp_path / "w", "life"))
+    publish(publication, 0, make_model(0))
+    publication._rows.exchange_fragments = lambda *_: 1 // 0  # type: ignore[union-attr,method-assign]
+    publication.begin_version(1, lambda: split_model(make_model(1), 0, 1))
+    futures.wait([publication._under_way])  # type: ignore[list-item]
+    with pytest.raises(ZeroDivisionError):
+        publication.check_alive()
+    publication.close()
