@@ -84,8 +84,8 @@ class Engine(Protocol):
         ...
 
     def stream_weights(self) -> Iterator[TensorPart]:
-        """Yields the model by Hugging Face name, in the published dtype, a bucket at a time, on rank 0;
-        nothing on other ranks."""
+        """Yields this rank's rows of the model by Hugging Face name, in the published dtype, a bucket at a
+        time. Collective. The ranks together yield every element once."""
         ...
 
     def copy_state(self) -> StateWriter:

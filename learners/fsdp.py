@@ -41,7 +41,7 @@ from learners.routing import ForwardPass, LoadBalance, check_replay, watch_route
 from learners.sequence_ranks import OwnTokens, join_outputs
 from learners.shards import find_own_rows, sharded_like
 from learners.world import LONG_TIMEOUT, join_pool
-from sync.stream import BUCKET_BYTES, TensorPart, stream_rows, stream_tensor, whole_parts
+from sync.stream import BUCKET_BYTES, TensorPart, absent_part, stream_rows, stream_tensor, whole_parts
 
 
 class FsdpEngine:
@@ -364,6 +364,9 @@ class FsdpEngine:
                 first, experts = find_own_rows(tensor)
                 for its_name, expert in published.split_experts(first, experts, self._bucket_bytes):
                     yield from stream_tensor(its_name, expert, self._publish_dtype, self._bucket_bytes)
+                if dist.get_rank() == 0:
+                    for its_name, shape in published.list_from(len(experts)):
+                        yield absent_part(its_name, shape, self._publish_dtype)
             else:
                 # The cast comes first, so there is less to gather.
                 whole = tensor.to(self._publish_dtype).full_tensor()

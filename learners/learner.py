@@ -140,8 +140,7 @@ class Learner:
             if self._saved_step != self.step:
                 self._begin_checkpoint()
             self._report_checkpoint(wait=True)
-            if self._rank == 0:
-                self._wait_for_evaluation()
+            self._wait_for_evaluation()
             # After an error the turn ends with the process, which has its memory until then.
             self._turns.close()
         finally:
@@ -263,11 +262,27 @@ class Learner:
             self._publication.check_alive()
 
     def _wait_for_evaluation(self) -> None:
-        """Waits until the buffer has the evaluation of the last version, which is announced."""
+        """Waits until the buffer has the evaluation of the last version, which is announced.
+
+        Collective: until then each host serves its rows of that version.
+        """
         self._begin_activity("waiting for the last evaluation")
+        self._world.broadcast_message(
+            "last evaluation",
+            self._await_evaluations,
+            look_s=PATIENCE_S,
+            while_waiting=partial(
+                self._log_wait, "waiting: for the first rank, which waits for the last evaluation"
+            ),
+        )
+        # The first rank keeps the store, from which the others learn of it.
+        self._world.barrier()
+
+    def _await_evaluations(self) -> bytes:
         request = m.AwaitEvaluations(wait_s=PATIENCE_S)
         while isinstance(reply := self._source.exchange(request, wait_s=PATIENCE_S)[0], m.NotReadyYet):
-            log.info("waiting: %s", reply.waiting_for)
+            self._log_wait(f"waiting: {reply.waiting_for}")
+        return b""
 
     # ---- checkpoints
 

@@ -120,7 +120,10 @@ class Publication:
         return self._under_way is not None
 
     def check_alive(self) -> None:
-        """Raises RuntimeError, with the traceback, when a thread that serves weights here has died."""
+        """Raises the error that the publication under way has ended with on this rank, and RuntimeError, with
+        the traceback, when a thread that serves weights here has died."""
+        if self._under_way is not None and self._under_way.done():
+            self._under_way.result()
         if self.publisher is not None:
             self.publisher.check_alive()
 

@@ -20,6 +20,8 @@ class ExpertNames:
     take_apart: TakeApart
     names: tuple[tuple[str, ...], ...]
     """By expert, the names of its tensors, in one order."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Shapes of an expert's tensors, in that order."""
 
     def split_experts(self, first: int, experts: Tensor, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         """Yields the names and tensors of experts [n, ...], the first of which has this number. As many are
@@ -32,6 +34,11 @@ class ExpertNames:
                 of_expert = self.names[first + begin + number]
                 for name, its_name in zip(self.names[number], of_expert, strict=True):
                     yield its_name, parts[name]
+
+    def list_from(self, number: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yields the names and shapes of the experts from this number on."""
+        for of_expert in self.names[number:]:
+            yield from zip(of_expert, self.shapes, strict=True)
 
 
 def find_expert_names(take_apart: TakeApart, shape: torch.Size) -> ExpertNames | None:
@@ -46,7 +53,7 @@ def find_expert_names(take_apart: TakeApart, shape: torch.Size) -> ExpertNames |
         return None
     names = tuple(tuple(_rename(name, digit, f".{number}.") for name in one) for number in range(shape[0]))
     renamed = {name: form for each in names for name, form in zip(each, one.values(), strict=True)}
-    return ExpertNames(take_apart, names) if renamed == whole else None
+    return ExpertNames(take_apart, names, tuple(one.values())) if renamed == whole else None
 
 
 def _rename(name: str, old: str, new: str) -> str:

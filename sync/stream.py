@@ -90,6 +90,12 @@ def stream_rows(
         begin += len(piece)
 
 
+def absent_part(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> TensorPart:
+    """Returns a part without elements. It tells where a tensor that other ranks yield stands in the model's
+    order."""
+    return TensorPart(name, shape, torch.empty(0, dtype=dtype))
+
+
 def choose_rows(num_rows: int, row_bytes: int, index: int, count: int) -> tuple[int, int]:
     """Returns which rows one of `count` holders of the same rows publishes: an even share, from one row to
     another; the first holder publishes few bytes alone."""

@@ -250,6 +250,14 @@ def test_weights_bear_the_names_and_values_of_the_model_file(name: str, lives: L
 
 
 @layouts
+def test_tensors_are_published_in_the_order_of_one_rank(
+    name: str, lives: Lives, alone: Callable[[str], Any]
+) -> None:
+    # A version's digest covers it, and a checkpoint that is evaluated has the digest of its version.
+    assert list(lives(name)[0]["stepped"]) == list(alone(LAYOUTS[name][0])["stepped"])
+
+
+@layouts
 def test_a_layout_trains_as_one_rank_does(name: str, lives: Lives, alone: Callable[[str], Any]) -> None:
     ranks, expected = lives(name), alone(LAYOUTS[name][0])
     torch.testing.assert_close(ranks[0]["logprobs"], expected["logprobs"], atol=5e-6, rtol=0)

@@ -4,16 +4,19 @@ import errno
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import msgspec
 import pyarrow as pa
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import on_ranks
@@ -37,6 +40,7 @@ from sync.snapshot import Snapshot, read_manifest
 from sync.snapshot_writer import SnapshotWriter
 from sync.staged_rows import StagedRows
 from sync.stream import TensorPart, choose_rows, stream_rows, whole_parts
+from sync.transports.server import SnapshotServer
 
 Weights = dict[str, Tensor]
 
@@ -383,3 +387,50 @@ def test_a_publication_that_fails_beside_training_ends_the_learner_with_its_trac
         run_learner(tmp_path, trajectories, ready=True, is_broken=True)
     assert any(entry.name == "_publish_version" for entry in raised.traceback)
     assert not (tmp_path / "w").exists(), "and nothing is left"
+
+
+class EvaluatedBuffer(RecordingBuffer):
+    """A buffer whose last evaluation takes a moment. It notes whether a host serves its rows until then."""
+
+    def __init__(self, served: Path) -> None:
+        self._served, self.events = served, []
+
+    def exchange(self, request: m.Request, *, wait_s: float = 0.0) -> tuple[m.Reply, list[memoryview]]:
+        assert isinstance(request, m.AwaitEvaluations)
+        deadline = time.monotonic() + 1.0
+        while (is_served := self._served.exists()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self.events.append("evaluated" if is_served else "a host has taken its rows away")
+        return m.Acknowledged(), []
+
+
+def end_run_on_hosts(world: World, folder: Path) -> list[str]:
+    """Ends a run whose steps are trained. Each rank is on a host of its own."""
+    publishers = World(world.rank, world.size, dist.FileStore(str(folder / "publishers"), world.size))
+    own = folder / f"host-{world.rank}"
+    publication = Publication(publishers, Publisher(own, "life", ends=[SnapshotServer(own)]), own.name)
+    buffer, trainer = EvaluatedBuffer(folder / "host-1"), WaitingTrainer()
+    trainer.models.policy.stream_weights = lambda: split_model(make_model(1), world.rank, world.size)
+    config, source = load_config(["run.steps=1", "eval.prompts=0"]), cast(Any, buffer)
+    Learner(
+        config, folder, source, cast(Any, trainer), publication, world, rank=world.rank, first_step=1
+    ).run()
+    return buffer.events
+
+
+def test_every_host_serves_its_rows_until_the_last_version_is_evaluated(tmp_path: Path) -> None:
+    found = on_ranks(2, end_run_on_hosts, tmp_path / "ranks", tmp_path)
+    assert found == [["version 1", "evaluated"], []]
+
+
+def test_a_rank_whose_publication_has_failed_notices_it_while_it_waits_for_the_first_rank(
+    tmp_path: Path,
+) -> None:
+    publication = Publication(publisher=Publisher(tmp_path / "w", "life"))
+    publish(publication, 0, make_model(0))
+    publication._rows.exchange_fragments = lambda *_: 1 // 0  # type: ignore[union-attr,method-assign]
+    publication.begin_version(1, lambda: split_model(make_model(1), 0, 1))
+    futures.wait([publication._under_way])  # type: ignore[list-item]
+    with pytest.raises(ZeroDivisionError):
+        publication.check_alive()
+    publication.close()

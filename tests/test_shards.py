@@ -129,3 +129,17 @@ def test_gradients_are_sharded_after_each_microbatch_unless_they_are_to_stay_who
         assert torch.equal(weights[Accumulate.whole, 1][1][name], expected), (
             f"with one microbatch bit for bit: {name}"
         )
+
+
+# ---- experts that ranks divide
+
+
+def list_published(world: World, folder: Path) -> list[str]:
+    return list(gather_weights(fsdp.FsdpEngine(folder).stream_weights()))
+
+
+def test_tensors_of_a_mixture_are_published_in_the_order_of_one_rank(tmp_path: Path) -> None:
+    # A version's digest covers it, and a checkpoint that is evaluated has the digest of its version.
+    folder = save_model("qwen3_moe", tmp_path)
+    (expected,) = on_ranks(1, list_published, tmp_path / "one", folder)
+    assert on_ranks(2, list_published, tmp_path / "two", folder)[0] == expected

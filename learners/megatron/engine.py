@@ -7,6 +7,7 @@ keeps float32 copies divided over the data-parallel ranks; gradients are added u
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from learners.model_source import ModelSource
 from learners.packing import Packed
 from learners.routing import LoadBalance, check_replay
 from learners.world import join_pool
-from sync.stream import BUCKET_BYTES, TensorPart, choose_rows, stream_rows
+from sync.stream import BUCKET_BYTES, TensorPart, absent_part, choose_rows, stream_rows
 
 _groups: tuple[ParallelSizes, Any] | None = None
 """The sizes that Megatron's process groups were made for, and the default group that they were made in."""
@@ -324,45 +325,53 @@ class MegatronEngine:
         return self._balance.metrics
 
     def stream_weights(self) -> Iterator[TensorPart]:
-        """Ranks that hold the same rows divide these among themselves."""
+        """Ranks that hold the same rows divide these among themselves. The ranks with a layer's first experts
+        tell where the others stand."""
+        positions = {name: number for number, name in enumerate(self._names.parameters)}
         for name, local in self._local.items():
             if name not in self._names.parameters:  # a tied head: the first stage publishes it
                 continue
-            parameter, index, count = self._find_shard(name)
-            is_expert = parameter.expert is not None
-            if parameter.layout is ShardLayout.columns and count > 1:
-                group = (
-                    mpu.get_expert_tensor_parallel_group()
-                    if is_expert
-                    else mpu.get_tensor_model_parallel_group()
-                )
-                yield from stream_columns(
-                    parameter.sources[0],
-                    local.detach(),
-                    group,
-                    self._find_replica(is_expert),
-                    self._publish_dtype,
-                    self._bucket_bytes,
-                )
-                continue
-            number, copies = self._find_replica(is_expert)
-            if count == 1 and not is_expert:
-                # Tensor-parallel ranks have copies of it too.
-                size = self._sizes.tensor_parallel
-                number, copies = number * size + mpu.get_tensor_model_parallel_rank(), copies * size
-            parts = self._names.split_shard(parameter.layout, local.detach(), count)
-            for source, rows in zip(parameter.sources, parts, strict=True):
-                row_bytes = rows[:1].numel() * self._publish_dtype.itemsize
-                begin, end = choose_rows(len(rows), row_bytes, number, copies)
-                shape = (len(rows) * count, *rows.shape[1:])
-                yield from stream_rows(
-                    source,
-                    shape,
-                    len(rows) * index + begin,
-                    rows[begin:end],
-                    self._publish_dtype,
-                    self._bucket_bytes,
-                )
+            yield from self._stream_shard(name, local.detach())
+            if mpu.get_expert_model_parallel_rank() == 0:
+                for later in islice(self._names.parameters, positions[name] + 1, None):
+                    if self._names.parameters[later].expert is None or later in self._local:
+                        break
+                    for source, shape in self._names.list_sources(later):
+                        yield absent_part(source, shape, self._publish_dtype)
+
+    def _stream_shard(self, name: str, local: Tensor) -> Iterator[TensorPart]:
+        parameter, index, count = self._find_shard(name)
+        is_expert = parameter.expert is not None
+        if parameter.layout is ShardLayout.columns and count > 1:
+            group = (
+                mpu.get_expert_tensor_parallel_group() if is_expert else mpu.get_tensor_model_parallel_group()
+            )
+            yield from stream_columns(
+                parameter.sources[0],
+                local,
+                group,
+                self._find_replica(is_expert),
+                self._publish_dtype,
+                self._bucket_bytes,
+            )
+            return
+        number, copies = self._find_replica(is_expert)
+        if count == 1 and not is_expert:
+            # Tensor-parallel ranks have copies of it too.
+            size = self._sizes.tensor_parallel
+            number, copies = number * size + mpu.get_tensor_model_parallel_rank(), copies * size
+        parts = self._names.split_shard(parameter.layout, local, count)
+        for source, rows in zip(parameter.sources, parts, strict=True):
+            row_bytes = rows[:1].numel() * self._publish_dtype.itemsize
+            begin, end = choose_rows(len(rows), row_bytes, number, copies)
+            yield from stream_rows(
+                source,
+                (len(rows) * count, *rows.shape[1:]),
+                len(rows) * index + begin,
+                rows[begin:end],
+                self._publish_dtype,
+                self._bucket_bytes,
+            )
 
     def _find_replica(self, is_expert: bool) -> tuple[int, int]:
         """Returns this rank's number among those that hold the same shard, and how many these are."""

@@ -195,6 +195,11 @@ class ParameterNames:
             return torch.Size([rows, -(-rest[0] // count)])
         return torch.Size([-(-rows // count), *rest])
 
+    def list_sources(self, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yields the names and shapes of a parameter's parts in Hugging Face's file."""
+        for source in self.parameters[name].sources:
+            yield source, tuple(self._files.entries[source].shape)
+
     def cut_shard(self, layout: ShardLayout, whole: Sequence[Tensor], index: int, count: int) -> Tensor:
         """Makes Megatron's shard `index` of `count` from Hugging Face's tensors, in the order of
         `Parameter.sources`."""
