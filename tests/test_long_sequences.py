@@ -208,6 +208,16 @@ def test_key_heads_that_ranks_repeat_are_in_the_plan(fixed_model: Path) -> None:
             800,
         ),
         ({"n_positions": 100}, None),
+        # Command R
+        ({"max_position_embeddings": 8192, "model_max_length": WHOLE, "rope_scaling": None}, WHOLE),
+        (
+            {
+                "model_type": "gemma3_text",
+                "max_position_embeddings": WHOLE,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            },
+            WHOLE,
+        ),
     ],
 )
 def test_positions_are_counted_as_an_engine_counts_them(hf: dict[str, Any], positions: int | None) -> None:
@@ -223,8 +233,9 @@ def test_a_context_beyond_the_models_positions_is_refused_unless_vllm_is_told_to
         ValueError, match="max_model_len must be at most 40,960, the positions .* got 131,072"
     ):
         check_positions({"max_position_embeddings": 40960}, WHOLE)
-    monkeypatch.setenv(ALLOWED_BY, "1")
-    check_positions({"max_position_embeddings": 40960}, WHOLE)
+    for told in ("1", "True"):
+        monkeypatch.setenv(ALLOWED_BY, told)
+        check_positions({"max_position_embeddings": 40960}, WHOLE)
 
 
 def test_ranks_do_not_share_sequences_whose_angles_depend_on_the_batch() -> None:

@@ -425,6 +425,31 @@ def test_megatron_names_a_host_with_another_model_and_a_stage_with_a_wrong_shape
     assert first[1].startswith("ValueError: rank 1 on ") and shape in first[1]
 
 
+LACKING = {
+    "lm_head.weight": "got none called lm_head.weight",
+    "model.layers.1.self_attn.q_norm.": "got none for decoder.layers.1.self_attention.q_layernorm.weight",
+    "model.layers.1.": "got none for decoder.layers.1.",
+}
+"""By the beginning of the names that a folder of qwen3 lacks, what Megatron says. The second of two stages
+has them all."""
+
+
+def load_lacking(world: World, models: list[Path]) -> list[str]:
+    return [raised_by(lambda model=model: MegatronEngine(model, pipeline_parallel=2)) for model in models]  # type: ignore[misc]
+
+
+def test_megatron_names_what_the_files_of_one_stage_lack_on_all_ranks(folder: Path, tmp_path: Path) -> None:
+    models = []
+    for number, lacking in enumerate(LACKING):
+        models.append(tmp_path / str(number))
+        shutil.copytree(folder / "qwen3", models[-1])
+        names = [name for name in load_file(models[-1] / "model.safetensors") if name.startswith(lacking)]
+        spoil_tensors(lambda held, names=names: [held.pop(name) for name in names])(models[-1])  # type: ignore[misc]
+    for told in on_ranks(2, load_lacking, tmp_path / "ranks", models):
+        for text, expected in zip(told, LACKING.values(), strict=True):
+            assert text.startswith("ValueError: ") and expected in text, text
+
+
 # ---- time
 
 

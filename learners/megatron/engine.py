@@ -172,13 +172,15 @@ class MegatronEngine:
     def _load_model(self) -> None:
         owned = self._names.parameters.items()
         due = {name for name, parameter in owned if dist.get_rank() in self._find_owners(parameter)}
-        assert due <= self._local.keys(), (
-            f"parameters of the file that the model lacks: {sorted(due - self._local.keys())}"
-        )
+        with self._source.note_failure():
+            if unknown := sorted(due - self._local.keys()):
+                raise ValueError(
+                    f"model.path must hold no parameters but those of its config.json, got {unknown[0]}"
+                )
         for name, local in self._local.items():
-            parameter, index, count = self._find_shard(name)
             self._source.on_progress()
             with self._source.note_failure():
+                parameter, index, count = self._find_shard(name)
                 self._names.check_shape(parameter, count, local.shape)
                 if (read := self._names.read_shard(parameter, index, count)) is not None:
                     local.data.copy_(read)
@@ -241,9 +243,11 @@ class MegatronEngine:
 
     def _find_shard(self, name: str) -> tuple[Parameter, int, int]:
         """Returns the model's parameter that a local one belongs to, the number of its shard, and how many
-        shards there are."""
+        shards there are. Raises ValueError for a parameter that the files lack."""
         tied = name == "output_layer.weight" and name not in self._names.parameters
-        parameter = self._names.parameters["embedding.word_embeddings.weight" if tied else name]
+        parameter = self._names.parameters.get("embedding.word_embeddings.weight" if tied else name)
+        if parameter is None:
+            raise ValueError(f"model.path must hold all parameters of its config.json, got none for {name}")
         count = self._count_shards(parameter)
         return parameter, mpu.get_tensor_model_parallel_rank() if count > 1 else 0, count
 

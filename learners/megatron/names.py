@@ -116,7 +116,8 @@ class ParameterNames:
             raise ValueError(
                 f"model.path must hold no parameters but those that Megatron's model has, got {unknown[0]}"
             )
-        if missing := sorted(known - files.entries.keys() - {"lm_head.weight", *VALUE_HEAD}):
+        optional = {*VALUE_HEAD} | ({"lm_head.weight"} if critic or config.tie_word_embeddings else set())
+        if missing := sorted(known - files.entries.keys() - optional):
             raise ValueError(
                 f"model.path must hold all parameters of its model, got none called {missing[0]}"
             )
