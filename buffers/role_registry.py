@@ -27,11 +27,13 @@ FORGOTTEN_S = 600.0
 of hosts may come and go in a week. Its totals stay."""
 ASLEEP = "asleep: the learner has the GPU"
 """Activity of a generator that shares its GPU with the learner, while it is the learner's turn."""
-IDLE_ACTIVITIES = ("waiting", "sampling", ASLEEP)
-"""Beginnings of activities that are no work of their own. Sampled tokens are counted instead."""
 JOINED, STARTING = "joined", "starting the engine"
 """Activities of a generator that is not ready yet: it has sent nothing since it joined, or its engine
 starts."""
+AWAITING_START = f"{STARTING}: {ASLEEP}"
+"""Activity of a generator whose engine starts as soon as the learner's turn is over."""
+IDLE_ACTIVITIES = ("waiting", "sampling", ASLEEP, AWAITING_START)
+"""Beginnings of activities that are no work of their own. Sampled tokens are counted instead."""
 FETCHING = FETCHING_MODEL, FETCHING_ROWS = "fetching the model's files", "fetching rows"
 """Beginnings of activities before that, on a host that lacks them."""
 UNREADY = (JOINED, STARTING, *FETCHING)
@@ -241,15 +243,18 @@ class RoleRegistry:
         states = [state for name, state in self.make_role_states(now).items() if name in self._lives]
         starting = [state for state in states if state.activity == STARTING]
         joined = [state for state in states if state.activity == JOINED]
+        num_asleep = sum(state.activity == AWAITING_START for state in states)
         num_ready = sum(not state.activity.startswith(UNREADY) for state in states)
         if states and num_ready == len(states):
             return ""
-        fetching = len(states) - num_ready - len(starting) - len(joined)
+        fetching = len(states) - num_ready - len(starting) - len(joined) - num_asleep
         num_total = max(self.num_wanted, len(states))
         words = [f"{num_ready} of {num_total} generators ready"]
         if starting:
             longest_s = max(state.activity_s for state in starting)
             words.append(f"{len(starting)} {STARTING} for {longest_s:.0f} s")
+        if num_asleep:
+            words.append(f"{num_asleep} {ASLEEP}")
         if fetching:
             words.append(f"{fetching} fetching files of the run")
         if joined:

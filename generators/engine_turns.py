@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from buffers.heartbeat import HeartbeatThread
-from buffers.role_registry import ASLEEP, STARTING
+from buffers.role_registry import AWAITING_START, STARTING
 from generators.engine import Engine
 from sync.turns import LOOK_S, SAY_S, TurnLocks
 
@@ -40,7 +40,7 @@ class EngineTurns:
         """Waits for the turn in which the engine starts."""
         while not self._locks.take_together(STARTING):
             self._note_sleep()
-            heart.set_activity(f"{STARTING}: {ASLEEP}")
+            heart.set_activity(AWAITING_START)
             sleep(LOOK_S)
         self._asleep_since = None
         heart.set_activity(STARTING)

@@ -31,6 +31,8 @@ os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
+# A step of an engine whose ranks hang ends before the buffer's watchdog ends the run.
+os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "180")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])

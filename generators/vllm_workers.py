@@ -26,13 +26,18 @@ from sync.rank_answers import read_answers
 
 TOLD_S = 2.0
 """Seconds in which the death of a worker is noticed, after another error that it may have caused."""
+ENDED_S = 0.5
+"""Seconds in which a worker that was killed has ended, after it has closed its connections."""
+UPDATE_S = 600.0
+"""Seconds that the ranks may take to answer a question of ours, the longest of which is to take up a
+version. vLLM has a limit of its own for a step."""
 
 
 class WorkerProcesses(MultiprocExecutor):
     """vLLM's executor, with an end of its own."""
 
     death = ""
-    """The sentence about the worker that has died first."""
+    """The sentence about the worker that has died first, or about workers that do not answer."""
 
     def _init_executor(self) -> None:
         self._died = threading.Event()
@@ -53,6 +58,11 @@ class WorkerProcesses(MultiprocExecutor):
         os.environ |= inherited
         try:
             super()._init_executor()
+        except BaseException as error:
+            self._names.remove()
+            if isinstance(error, Exception) and self.death:
+                raise EngineDied(self.death) from error
+            raise
         finally:
             tempfile.tempdir = before
             for name in inherited:
@@ -71,18 +81,25 @@ class WorkerProcesses(MultiprocExecutor):
                 return
             worker = next(worker for worker in workers if worker.proc.sentinel in dead)
             worker.proc.join()
+            # Before the others are killed: what they hold of their GPUs may take long to be freed.
+            executor.death = executor.death or describe_death(worker.rank, worker.proc)
             executor.is_failed = True
-            executor.death = (
-                f"the worker process of rank {worker.rank} of the engine (pid {worker.proc.pid}) has died: "
-                f"{describe_exit(worker.proc.exitcode)}"
-            )
             executor.shutdown()
             executor._died.set()
 
         threading.Thread(target=watch_workers, daemon=True, name="worker-watch").start()
 
-    @staticmethod
-    def _ensure_worker_termination(worker_procs: list[BaseProcess]) -> None:
+    def _ensure_worker_termination(self, worker_procs: list[BaseProcess]) -> None:
+        """Kills the workers, by rank. Where their start has failed, it notes first who was killed by
+        others."""
+        if not getattr(self, "shutting_down", False):
+            ended = multiprocessing.connection.wait([one.sentinel for one in worker_procs], ENDED_S)
+            for process in worker_procs:
+                # Its files are closed a moment before its exit status is there.
+                process.join(ENDED_S if process.sentinel in ended else 0)
+            killed = [rank for rank, process in enumerate(worker_procs) if (process.exitcode or 0) < 0]
+            if killed and not self.death:
+                self.death = describe_death(killed[0], worker_procs[killed[0]])
         for process in worker_procs:
             process.kill()
         for process in worker_procs:
@@ -101,20 +118,34 @@ class WorkerProcesses(MultiprocExecutor):
             queue.buffer.is_creator = False
         self._names.remove()
 
+    def collective_rpc(self, *arguments: Any, **named: Any) -> Any:
+        """Raises EngineDied besides what vLLM raises."""
+        with self.naming_dead():
+            return super().collective_rpc(*arguments, **named)
+
     def ask_ranks(self, method: str, *arguments: Any) -> list[Any]:
         """Calls a method of `sync.vllm_ranks.RankSync` on every rank, and returns the values by rank. Raises
-        the gravest error that any rank has met, with its rank."""
-        with self.naming_dead():
-            answers = self.collective_rpc("answer", args=(method, *arguments))
+        the gravest error that any rank has met, with its rank, and EngineDied when one does not answer."""
+        answers = self.collective_rpc("answer", timeout=UPDATE_S, args=(method, *arguments))
         return read_answers(answers)
 
     @contextlib.contextmanager
     def naming_dead(self) -> Iterator[None]:
-        """Raises EngineDied in the place of an error that the death of a worker has caused."""
+        """Raises EngineDied in the place of an error that the death of a worker has caused, or its silence:
+        the workers are killed then."""
         try:
             yield
+        except EngineDied:
+            raise
+        except TimeoutError as error:
+            pids = " and ".join(str(worker.proc.pid) for worker in self.workers)
+            self.death = self.death or f"the worker processes of the engine (pids {pids}) hang: {error}"
+            self.is_failed = True
+            self.shutdown()
+            self._died.set()
+            raise EngineDied(self.death) from error
         except Exception as error:
-            if self._died.wait(TOLD_S):
+            if self._died.wait(TOLD_S) or self.death:
                 raise EngineDied(self.death) from error
             raise
 
@@ -122,6 +153,13 @@ class WorkerProcesses(MultiprocExecutor):
 def _shut_down(executor: "weakref.ref[WorkerProcesses]") -> None:
     if (found := executor()) is not None:
         found.shutdown()
+
+
+def describe_death(rank: int, process: BaseProcess) -> str:
+    return (
+        f"the worker process of rank {rank} of the engine (pid {process.pid}) has died: "
+        f"{describe_exit(process.exitcode)}"
+    )
 
 
 def describe_exit(exitcode: int | None) -> str:

@@ -477,6 +477,33 @@ def test_a_sleeping_engine_is_no_work_that_keeps_the_watchdog_quiet_and_the_lear
     assert f"learner-0: {asks} for 70 s" in roles.describe_long_waits(2.0)
 
 
+def test_an_engine_that_waits_for_its_first_turn_keeps_no_watchdog_quiet_and_the_status_says_so(
+    tmp_path: Path,
+) -> None:
+    rank = TurnLocks(tmp_path / "t", ["0"], "learner-0")
+    assert rank.call_and_take("loading the model")
+    turns = EngineTurns(TurnLocks(tmp_path / "t", ["0"], "generator-0"), keeps_weights=False)
+    roles, at = RoleRegistry(1), 0.0
+    roles.begin_life("generator-0", at)
+    described: list[str] = []
+
+    def note(activity: str) -> None:
+        beat = GeneratorHeartbeat(
+            generator="generator-0", progress={}, report=GeneratorReport(), activity=activity
+        )
+        roles.note_generator(beat, at)
+        described.append(roles.describe_starts(at))
+
+    def look_again(seconds: float) -> None:
+        assert not roles.is_at_work(at, stalled_s=60.0), "nobody waits for it"
+        rank.give_up()
+
+    turns.wait_for_start(SimpleNamespace(set_activity=note), look_again)  # type: ignore[arg-type]
+    assert described[0] == "0 of 1 generators ready, 1 asleep: the learner has the GPU"
+    assert described[1].startswith("0 of 1 generators ready, 1 starting the engine")
+    assert roles.is_at_work(at, stalled_s=60.0)
+
+
 def test_an_episodes_time_stands_still_while_the_engine_sleeps() -> None:
     async def play(times: EpisodeTimes, seconds: float, *, limited: bool = True) -> str:
         try:

@@ -5,10 +5,14 @@ One engine of each kind for all tests, and one model: a mixture whose first laye
 96 fills one rank's part of 64 rows and half of the other's.
 """
 
+import multiprocessing
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -256,3 +260,71 @@ def test_a_worker_that_dies_ends_the_engine_in_one_sentence_and_its_siblings_wit
     with pytest.raises(EngineDied, match=says):
         pair.two.load_version(Snapshot(pair.versions[1]))
     assert psutil.wait_procs(processes, timeout=10)[1] == []
+    with pytest.raises(EngineDied, match=says):
+        pair.two._core.sleep(level=2, mode="keep")
+
+
+@pytest.fixture
+def idle_ranks(tmp_path: Path) -> Iterator[tuple[Any, list[Any]]]:
+    """An executor whose two workers are processes that only sleep."""
+    from generators.vllm_workers import WorkerProcesses
+    from generators.worker_names import WorkerNames
+
+    start = multiprocessing.get_context("spawn").Process
+    processes = [start(target=time.sleep, args=(600,), daemon=True) for _ in range(2)]
+    executor = WorkerProcesses.__new__(WorkerProcesses)
+    executor._died, executor._names = threading.Event(), WorkerNames(tmp_path)
+    executor.workers = [
+        SimpleNamespace(rank=rank, proc=process, death_writer=None, worker_response_mq=None)
+        for rank, process in enumerate(processes)
+    ]
+    for process in processes:
+        process.start()
+    yield executor, processes
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def test_a_rank_that_hangs_ends_the_engine_as_one_that_dies_and_is_killed(
+    idle_ranks: tuple[Any, list[Any]],
+) -> None:
+    executor, (first, second) = idle_ranks
+    os.kill(second.pid, signal.SIGSTOP)
+    says = f"worker processes of the engine .pids {first.pid} and {second.pid}. hang: RPC call to sample"
+    with pytest.raises(EngineDied, match=says), executor.naming_dead():
+        raise TimeoutError("RPC call to sample_tokens timed out.")
+    assert [first.exitcode, second.exitcode] == [-signal.SIGKILL] * 2
+    with pytest.raises(EngineDied, match=says):
+        executor.collective_rpc("answer")
+
+
+def test_a_rank_that_dies_is_named_before_the_memory_of_the_others_is_free(
+    idle_ranks: tuple[Any, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, (_, second) = idle_ranks
+    goes_on, is_ending = threading.Event(), threading.Event()
+
+    def end_slowly(workers: list[Any]) -> None:
+        is_ending.set()
+        assert goes_on.wait(60)
+
+    monkeypatch.setattr(executor, "_ensure_worker_termination", end_slowly, raising=False)
+    executor.start_worker_monitor()
+    second.kill()
+    assert is_ending.wait(60)
+    try:
+        with pytest.raises(EngineDied, match="rank 1 of the engine .* has died: killed by SIGKILL"):
+            executor.collective_rpc("answer")
+    finally:
+        goes_on.set()
+
+
+def test_a_rank_that_is_killed_while_the_engine_starts_is_named(
+    idle_ranks: tuple[Any, list[Any]],
+) -> None:
+    executor, (first, second) = idle_ranks
+    first.terminate()
+    executor._ensure_worker_termination([first, second])
+    assert f"rank 0 of the engine (pid {first.pid}) has died: killed by SIGTERM" in executor.death
+    assert second.exitcode == -signal.SIGKILL
