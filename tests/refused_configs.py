@@ -151,6 +151,10 @@ role=generators buffer.address=tcp://127.0.0.1:5555 placement.mode=colocated
     placement.mode must be apart with role=generators .* got colocated
 placement.critic=own
     placement.critic must be with_actor where the algorithm has no critic .* algo.advantage=grpo
+algo.advantage=gae placement.critic=own placement.critic_ranks=3 learner.ranks=4 learner.fsdp.replicas=2
+    placement.critic_ranks must be a multiple of learner.fsdp.replicas .* got 3 and 2
+algo=ppo placement.critic=own learner.engine=megatron learner.ranks=4 learner.megatron.tensor_parallel=4
+    placement.critic_ranks must be a multiple of learner.megatron.tensor_parallel × .* got 1 and 4
 algo.advantage=gae placement.critic=own placement.critic_ranks=0
     placement.critic_ranks must be a finite number above 0
 staleness.max_versions=-1
