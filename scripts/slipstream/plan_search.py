@@ -263,7 +263,8 @@ def list_engine_changes(config: Config, model: PlannedModel) -> Iterator[Candida
     counts = [generators.count]
     while counts[-1] > 1:
         counts.append(counts[-1] // 2)
-    caches = list(dict.fromkeys([generators.kv_cache_mb, None, count_least_kv_mb(config, model.sizes)]))
+    least_mb = [count_least_kv_mb(config, model.sizes, on_gpu=on_gpu) for on_gpu in (True, False)]
+    caches = list(dict.fromkeys([generators.kv_cache_mb, None, *least_mb]))
     tensors = sorted(
         {generators.tensor_parallel, *PARALLEL}, key=lambda one: (one < generators.tensor_parallel, one)
     )
