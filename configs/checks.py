@@ -154,18 +154,6 @@ def _transformers_conditions(config: Config) -> list[Condition]:
     without_vllm = [one for one in Transport if one is Transport.auto or one.row.vllm_engine is None]
     return [
         Condition(
-            generators.tensor_parallel == 1,
-            "generators.tensor_parallel",
-            "be 1 with generators.engine=transformers (an engine has one GPU)",
-            generators.tensor_parallel,
-        ),
-        Condition(
-            (generators.gpus or 0) <= 1,
-            "generators.gpus",
-            "be at most 1 with generators.engine=transformers",
-            generators.gpus,
-        ),
-        Condition(
             not generators.prefix_cache,
             "generators.prefix_cache",
             "be false with generators.engine=transformers (it finds KV by tokens alone, and could take that "

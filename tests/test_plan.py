@@ -146,6 +146,11 @@ def test_rules_on_a_models_sizes_are_asked_too(say: Callable[..., tuple[int, str
         ("learner.rank=3", "learner.rank must be a configuration key"),
         ("placement.mode=colocated --gpus 8 --hosts 2", "--hosts must be 1 with placement.mode=colocated"),
         ("learner.engine=simulated generators.engine=simulated", "must be fsdp or megatron to be planned"),
+        (
+            "algo=ppo placement.critic=own learner.engine=megatron learner.ranks=4 "
+            "learner.megatron.tensor_parallel=4",
+            "placement.critic_ranks must be a multiple of learner.megatron.tensor_parallel × pipeline",
+        ),
     ],
 )
 def test_what_cannot_be_planned_ends_with_a_sentence(

@@ -425,8 +425,6 @@ def test_a_sample_that_transformers_refuses_or_drops_is_an_error(
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("generators.tensor_parallel=2", "generators.tensor_parallel must be 1 "),
-        ("generators.gpus=2", "generators.gpus must be at most 1 "),
         ("generators.prefix_cache=true", "generators.prefix_cache must be false "),
         ("learner.moe.router_replay=true", "learner.moe.router_replay must be false "),
         ("sync.transport=nccl", "sync.transport must be one of auto, shared_memory, tcp, disk "),
