@@ -25,6 +25,7 @@ def find_config_problems(config: Config) -> list[str]:
     """
     groups = (
         _engine_conditions,
+        _critic_conditions,
         _transformers_conditions,
         _batch_conditions,
         _staleness_conditions,
@@ -118,6 +119,30 @@ def _engine_conditions(config: Config) -> list[Condition]:
             f"buffer.address={config.buffer.address}, generators.count={generators.count} and "
             f"eval.generators={config.eval.generators}",
         ),
+    ]
+
+
+def _critic_conditions(config: Config) -> list[Condition]:
+    """Returns the rules for the ranks of a critic of its own, which are laid out as the policy's are."""
+    if config.placement.critic is not CriticPlace.own:
+        return []
+    ranks, fsdp, megatron = config.placement.critic_ranks, config.learner.fsdp, config.learner.megatron
+    sizes = {
+        "learner.fsdp.replicas": fsdp.replicas,
+        "learner.fsdp.sequence_parallel": fsdp.sequence_parallel,
+        "learner.megatron.tensor_parallel × pipeline_parallel × context_parallel": megatron.ranks_per_share,
+        "learner.megatron.tensor_parallel × pipeline_parallel × expert_parallel": (
+            megatron.num_pieces * megatron.expert_parallel
+        ),
+    }
+    return [
+        Condition(
+            ranks % size == 0,
+            "placement.critic_ranks",
+            f"be a multiple of {name} (a critic's ranks are laid out as the policy's)",
+            f"{ranks} and {size}",
+        )
+        for name, size in sizes.items()
     ]
 
 

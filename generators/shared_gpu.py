@@ -17,7 +17,11 @@ COPIES_OF_LOGITS = 3
 TOKENS_PER_STEP = 2048
 """Tokens that an engine computes in one step at most, unless it has more sequences: vLLM's default."""
 BLOCK_TOKENS = 16
-"""Tokens of a block of KV."""
+"""Tokens of a block of KV: vLLM's default."""
+PAGE_TOKENS = {"cpu": 32, "cuda": 256}
+"""The same of transformers' engine. FlashAttention's pages are multiples of 256."""
+MAX_BATCH_TOKENS = 8192
+"""Tokens of a batch of transformers' engine, unless `max_model_len` is greater."""
 
 
 def count_engine_parts(
@@ -60,9 +64,9 @@ def count_kv_token_bytes(sizes: Sizes, element_bytes: int, ranks: int = 1) -> in
     return element_bytes * sizes.head_kv * heads * sizes.num_layers
 
 
-def count_kv_tokens(kv_bytes: float, token_bytes: int) -> int:
+def count_kv_tokens(kv_bytes: float, token_bytes: int, block_tokens: int = BLOCK_TOKENS) -> int:
     """Returns the tokens of the whole blocks that fit."""
-    return int(kv_bytes // (token_bytes * BLOCK_TOKENS)) * BLOCK_TOKENS
+    return int(kv_bytes // (token_bytes * block_tokens)) * block_tokens
 
 
 def compute_kv_cache_bytes(

@@ -20,7 +20,7 @@ from configs.sizes import count_sizes
 from configs.sync import KvCache
 from generators.engine import Completion, Sample, check_sample
 from generators.paged_attention import choose_attention
-from generators.shared_gpu import compute_kv_cache_bytes
+from generators.shared_gpu import MAX_BATCH_TOKENS, PAGE_TOKENS, compute_kv_cache_bytes
 from generators.token_draw import DrawingSample, TokenDraw
 from generators.transformers_check import check_numbers
 from generators.transformers_model import build_model, count_page_token_bytes, read_end_tokens
@@ -30,10 +30,6 @@ from sync.weight_source import WeightSource
 
 CPU_KV_CACHE_MB = 64
 GPU_MEMORY_FRACTION = 0.9
-PAGE_TOKENS = {"cpu": 32, "cuda": 256}
-"""Tokens of a page of keys and values. FlashAttention's pages are multiples of 256."""
-MAX_BATCH_TOKENS = 8192
-"""Tokens of a batch, unless `max_model_len` is greater. vLLM has the same default."""
 
 # transformers logs each failure that it passes on, with its traceback; so does the generator.
 logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
@@ -236,10 +232,10 @@ class TransformersEngine:
         device_bytes = torch.cuda.get_device_properties(device).total_memory
         try:
             sizes = count_sizes(self._config.to_dict())
-        except KeyError as error:
+        except ValueError as error:
             raise ValueError(
-                "generators.kv_cache_mb must be set on a GPU for a model of this kind (no "
-                f"{error} in its configuration, so that its memory cannot be counted), got null"
+                "generators.kv_cache_mb must be set on a GPU for a model of this kind (its memory cannot be "
+                f"counted: {error}), got null"
             ) from None
         return compute_kv_cache_bytes(
             sizes,

@@ -12,6 +12,8 @@ from configs.schema import Config
 
 MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Families that `learners.megatron` builds."""
+MEGATRON_ROPES = ("default", "linear", "llama3")
+"""Kinds of rotary embeddings that it computes."""
 
 
 def find_layout_problems(config: Config, hf: dict[str, Any]) -> list[str]:
@@ -76,6 +78,25 @@ def _find_megatron_problems(config: Config, hf: dict[str, Any]) -> list[str]:
             "learner.megatron.expert_parallel must be 1 for a model without experts, "
             f"got {layout.expert_parallel}"
         )
+    return found + _find_megatron_lacks(hf)
+
+
+def _find_megatron_lacks(hf: dict[str, Any]) -> list[str]:
+    """Returns what Megatron's model does not compute, whatever its layout."""
+    found = []
+    if (activation := hf.get("hidden_act") or "silu") != "silu":
+        found.append(f"hidden_act of model.path must be silu, got {activation}")
+    # Files that transformers before 5 has written say `rope_scaling`, and `type`.
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in MEGATRON_ROPES:
+        found.append(f"rope_type of model.path must be one of {MEGATRON_ROPES}, got {kind}")
+    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
+    some = window is not None and hf.get("max_window_layers", 28) < hf["num_hidden_layers"]
+    if hf["model_type"] == "qwen3_moe" and window is not None:  # of all its layers
+        found.append(f"sliding_window of model.path must be none, got {window}")
+    elif "sliding_attention" in (hf.get("layer_types") or ()) or (some and not hf.get("layer_types")):
+        found.append("layer_types of model.path must be full_attention, got sliding_attention")
     return found
 
 

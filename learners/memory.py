@@ -39,9 +39,10 @@ from pathlib import Path
 
 import psutil
 
+from configs.generators import EngineKind
 from configs.learner import LearnerConfig, LearnerKind
 from configs.parallel import Accumulate, LoraPublish
-from configs.placement import CriticPlace
+from configs.placement import CriticPlace, PlacementMode
 from configs.schema import Config
 from configs.sizes import Sizes, read_sizes
 from configs.transports import TransportUse
@@ -247,11 +248,15 @@ def _count_models(config: Config, sizes: Sizes) -> ModelCounts:
 def _keeps_device_copy(config: Config) -> bool:
     """Returns whether the first rank keeps a version on its GPU.
 
-    An engine that shares the GPU asks for it, unless all is offloaded.
+    An engine of vLLM's that shares the GPU asks for it, unless the model leaves the GPU's memory to others
+    (`sync.transports.auto`). An engine of several GPUs shares none.
     """
-    shares = (config.learner.gpu_memory_fraction or 1.0) < 1.0 and not config.learner.fsdp.cpu_offload
+    leaves = config.learner.fsdp.cpu_offload or config.placement.mode is PlacementMode.colocated
+    generators = config.generators
+    can_ask = generators.engine is EngineKind.vllm and generators.tensor_parallel == 1 and not leaves
+    shares = (config.learner.gpu_memory_fraction or 1.0) < 1.0
     copies = config.sync.transport.row.copies_to_device
-    return copies is TransportUse.always or (copies is TransportUse.where_it_helps and shares)
+    return copies is TransportUse.always or (copies is TransportUse.where_it_helps and shares and can_ask)
 
 
 class OutOfMemory(ValueError):

@@ -137,6 +137,10 @@ generators.gpus=1.5
     generators.gpus must be 0, in \[0.05, 1\] or a whole number, got 1.5
 generators.gpu_memory_fraction=1.1
     generators.gpu_memory_fraction must be in \(0, 1\], got 1.1
+generators.engine=transformers generators.tensor_parallel=2
+    generators.tensor_parallel must be 1 unless generators.engine=vllm, got 2 with transformers
+generators.engine=transformers generators.gpus=2
+    generators.gpus must be null, 0 or generators.tensor_parallel, or a part of one GPU .* got 2.0 with 1
 placement.mode=colocated sync.transport=nccl
     sync.transport must be one of auto, shared_memory, tcp, disk with placement.mode=colocated .* got nccl
 placement.mode=colocated sync.transport=cuda_ipc
@@ -151,6 +155,10 @@ role=generators buffer.address=tcp://127.0.0.1:5555 placement.mode=colocated
     placement.mode must be apart with role=generators .* got colocated
 placement.critic=own
     placement.critic must be with_actor where the algorithm has no critic .* algo.advantage=grpo
+algo.advantage=gae placement.critic=own placement.critic_ranks=3 learner.ranks=4 learner.fsdp.replicas=2
+    placement.critic_ranks must be a multiple of learner.fsdp.replicas .* got 3 and 2
+algo.advantage=gae placement.critic=own learner.ranks=2 learner.fsdp.sequence_parallel=2
+    placement.critic_ranks must be a multiple of learner.fsdp.sequence_parallel .* got 1 and 2
 algo.advantage=gae placement.critic=own placement.critic_ranks=0
     placement.critic_ranks must be a finite number above 0
 staleness.max_versions=-1

@@ -1,5 +1,6 @@
 """The plan of a rank's memory under Megatron, against what ranks on a CPU really hold."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -168,3 +169,28 @@ def test_layouts_are_refused_as_megatron_refuses_them(name: str) -> None:
                 theirs = find_problems(loaded, ParallelSizes(tensor, pipeline, expert), ranks)
                 ours = find_layout_problems(config, PUBLIC_MODELS[name])
                 assert sorted(ours) == sorted(theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("Qwen3-8B", dict(rope_scaling=dict(rope_type="yarn", factor=4.0))),
+        ("Qwen3-8B", dict(rope_scaling=dict(type="dynamic", factor=2.0))),
+        ("Qwen3-8B", dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e6))),
+        ("Qwen3-8B", dict(use_sliding_window=True, sliding_window=4096, max_window_layers=28)),
+        ("Qwen3-8B", dict(use_sliding_window=True, sliding_window=4096, max_window_layers=36)),
+        ("Qwen3-235B-A22B", dict(use_sliding_window=True, sliding_window=4096)),
+        ("Llama-3.1-70B", dict(hidden_act="gelu")),
+        ("Llama-3.1-70B", dict(rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0,
+                                                 high_freq_factor=4.0,
+                                                 original_max_position_embeddings=8192))),
+    ],
+)  # fmt: skip
+def test_models_that_megatron_does_not_compute_are_refused_as_megatron_refuses_them(
+    name: str, changes: dict[str, Any]
+) -> None:
+    hf = PUBLIC_MODELS[name] | changes
+    rest = {key: value for key, value in hf.items() if key != "model_type"}
+    loaded = AutoConfig.for_model(hf["model_type"], **copy.deepcopy(rest))
+    theirs = find_problems(loaded, ParallelSizes(), 1)
+    assert sorted(find_layout_problems(load_config(["learner.engine=megatron"]), hf)) == sorted(theirs)

@@ -153,6 +153,9 @@ def test_gradients_that_stay_whole_are_on_the_gpu_whatever_is_offloaded(fixed_mo
         (("learner.gpu_memory_fraction=0.45", "learner.fsdp.cpu_offload=true"), 0),
         (("sync.transport=cuda_ipc",), 1),
         (("learner.gpu_memory_fraction=0.45", "sync.transport=shared_memory"), 0),
+        (("learner.gpu_memory_fraction=0.9", "placement.mode=colocated"), 0),
+        (("learner.gpu_memory_fraction=0.45", "generators.engine=transformers"), 0),
+        (("learner.gpu_memory_fraction=0.45", "generators.tensor_parallel=2"), 0),
     ],
 )
 def test_a_version_that_engines_copy_from_the_gpu_is_in_the_plan(

@@ -4,6 +4,7 @@ proposes."""
 import dataclasses
 import itertools
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -145,6 +146,11 @@ def test_rules_on_a_models_sizes_are_asked_too(say: Callable[..., tuple[int, str
         ("learner.rank=3", "learner.rank must be a configuration key"),
         ("placement.mode=colocated --gpus 8 --hosts 2", "--hosts must be 1 with placement.mode=colocated"),
         ("learner.engine=simulated generators.engine=simulated", "must be fsdp or megatron to be planned"),
+        (
+            "algo=ppo placement.critic=own learner.engine=megatron learner.ranks=4 "
+            "learner.megatron.tensor_parallel=4",
+            "placement.critic_ranks must be a multiple of learner.megatron.tensor_parallel × pipeline",
+        ),
     ],
 )
 def test_what_cannot_be_planned_ends_with_a_sentence(
@@ -270,6 +276,21 @@ def test_an_engines_kv_is_what_its_part_of_the_gpu_leaves() -> None:
     assert any("generators.kv_cache_mb must be at least 1152 (a sequence" in one for one in told.shortages)
 
 
+def test_transformers_engine_is_planned_with_its_own_pages_and_batches() -> None:
+    overrides = ["generators.engine=transformers", "generators.max_model_len=8200"]
+    for gpus, page in ((8, 256), (0, 32)):
+        page_bytes = -(-8200 // page) * page * 147_456
+        least_mb = math.ceil(page_bytes / 2**20)
+        too_few = plan("Qwen3-8B", *overrides, f"generators.kv_cache_mb={least_mb - 1}", gpus=gpus)
+        sentence = f"kv_cache_mb must be at least {least_mb} (a sequence"
+        assert any(sentence in one for one in too_few.shortages)
+    parts = [
+        next(role.parts for role in plan("Qwen3-8B", *some).roles if role.name == "generator-0")
+        for some in (overrides, overrides[1:])
+    ]
+    assert parts[0]["activations"] / parts[1]["activations"] == (8200 + 256) / 2048
+
+
 # ---- proposals
 
 
@@ -286,6 +307,11 @@ def test_an_engines_kv_is_what_its_part_of_the_gpu_leaves() -> None:
         ("Qwen3-0.6B", "--gpus 0 --host-memory 64"),
         ("Qwen3-8B", "--gpus 8 placement.mode=colocated learner.ranks=8"),
         ("Qwen3-8B", "--gpus 8 learner.lora.rank=16 learner.tokens_per_microbatch=65536"),
+        ("Llama-3.1-70B", "--gpus 8 --hosts 4 generators.count=0"),
+        ("Qwen3-32B", "--gpus 8 --hosts 8 algo=ppo placement.critic=own"),
+        ("Llama-3.1-70B", "--gpus 8 --hosts 8 algo=ppo placement.critic=own learner.engine=megatron"),
+        ("Qwen3-8B", "--gpus 8 generators.engine=transformers generators.max_model_len=8200"),
+        ("Qwen3-0.6B", "--gpus 0 --host-memory 64 generators.engine=transformers"),
     ],
 )
 def test_the_layout_that_is_named_is_accepted_when_it_is_typed(
@@ -298,6 +324,17 @@ def test_the_layout_that_is_named_is_accepted_when_it_is_typed(
     hosts = f"--hosts {proposed[1]}" if proposed[1] else ""
     status, said = say(name, f"{words} {proposed[2]} {hosts}")
     assert status == 0, said
+
+
+def test_generators_that_join_a_run_are_planned_without_a_learner(
+    say: Callable[..., tuple[int, str]],
+) -> None:
+    joins = "role=generators buffer.address=tcp://127.0.0.1:5555 generators.count=1"
+    status, said = say("Llama-3.1-70B", f"{joins} --gpus 8")
+    assert status == 1
+    assert "The nearest layout that fits:\n  generators.tensor_parallel=2\n  on 2 GPUs\n" in said
+    status, said = say("Llama-3.1-70B", f"{joins} --gpus 8 --gpu-memory 10")
+    assert status == 1 and re.search(r"On a GPU an engine needs at least \S+ GiB, and on a host", said)
 
 
 def test_what_fits_no_hosts_says_what_it_needs(say: Callable[..., tuple[int, str]]) -> None:

@@ -5,6 +5,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -360,6 +361,17 @@ def test_too_small_a_cache_is_refused_with_the_numbers(tied: TransformersRig, tm
         ValueError, match="kv_cache_mb must hold generators.max_model_len=2048 tokens, got 1: 1024 tokens"
     ):
         TransformersEngine(model, dtype="float32", max_model_len=2048, max_sequences=4, kv_cache_mb=1)
+
+
+def test_a_model_whose_memory_cannot_be_counted_needs_the_size_of_its_cache_on_a_gpu(
+    tied: TransformersRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tied.engine, "_config", AutoConfig.for_model("helium"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30)
+    )
+    with pytest.raises(ValueError, match="generators.kv_cache_mb must be set on a GPU .*got helium"):
+        tied.engine._count_kv_bytes(torch.device("cuda"), "bfloat16", None, None)
 
 
 # ---- errors

@@ -15,11 +15,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from configs.generators import EngineKind
 from configs.placement import PlacementMode
 from configs.schema import Config, Role
 from configs.sizes import Sizes
 from generators.shared_gpu import (
     BLOCK_TOKENS,
+    MAX_BATCH_TOKENS,
+    PAGE_TOKENS,
     TOKENS_PER_STEP,
     count_engine_parts,
     count_kv_token_bytes,
@@ -260,7 +263,8 @@ def _plan_engines(
     if not caches:
         return roles, None
     token_bytes = count_kv_token_bytes(sizes, config.model.dtype.num_bytes, tensor)
-    tokens = count_kv_tokens(min(caches), token_bytes)
+    block_tokens = _find_block_tokens(config, on_gpu=bool(division.engines[0].gpus))
+    tokens = count_kv_tokens(min(caches), token_bytes, block_tokens)
     return roles, KvPlan(
         bytes=min(caches), tokens=tokens, sequences=tokens // config.generators.max_model_len
     )
@@ -274,7 +278,7 @@ def count_engine(config: Config, sizes: Sizes, *, on_gpu: bool) -> dict[str, flo
         sizes,
         element_bytes=config.model.dtype.num_bytes,
         max_sequences=generators.max_sequences,
-        tokens_per_step=max(TOKENS_PER_STEP, generators.max_sequences),
+        tokens_per_step=_count_step_tokens(config),
         ranks=generators.tensor_parallel,
     )
     if not on_gpu:
@@ -290,19 +294,35 @@ def count_engine(config: Config, sizes: Sizes, *, on_gpu: bool) -> dict[str, flo
 def find_least_engine(config: Config, sizes: Sizes) -> float:
     """Returns the bytes that an engine needs on each GPU, with KV for one sequence or as much as is told."""
     parts = count_engine(config, sizes, on_gpu=True)
-    return sum(parts.values()) - parts["KV cache"] + max(parts["KV cache"], _count_longest_kv(config, sizes))
+    longest = _count_longest_kv(config, sizes, on_gpu=True)
+    return sum(parts.values()) - parts["KV cache"] + max(parts["KV cache"], longest)
 
 
-def _count_longest_kv(config: Config, sizes: Sizes) -> float:
+def _count_step_tokens(config: Config) -> int:
+    """Returns the tokens that an engine computes in one step at most."""
+    generators = config.generators
+    if generators.engine is EngineKind.transformers:
+        return max(MAX_BATCH_TOKENS, generators.max_model_len) + generators.max_sequences
+    return max(TOKENS_PER_STEP, generators.max_sequences)
+
+
+def _find_block_tokens(config: Config, *, on_gpu: bool) -> int:
+    """Returns the tokens of a block of an engine's KV."""
+    is_transformers = config.generators.engine is EngineKind.transformers
+    return PAGE_TOKENS["cuda" if on_gpu else "cpu"] if is_transformers else BLOCK_TOKENS
+
+
+def _count_longest_kv(config: Config, sizes: Sizes, *, on_gpu: bool) -> float:
     """Returns the KV on each GPU of one sequence of `generators.max_model_len`: engines refuse less."""
     token_bytes = count_kv_token_bytes(sizes, config.model.dtype.num_bytes, config.generators.tensor_parallel)
-    blocks = -(-config.generators.max_model_len // BLOCK_TOKENS)
-    return float(blocks * BLOCK_TOKENS * token_bytes)
+    block_tokens = _find_block_tokens(config, on_gpu=on_gpu)
+    blocks = -(-config.generators.max_model_len // block_tokens)
+    return float(blocks * block_tokens * token_bytes)
 
 
-def count_least_kv_mb(config: Config, sizes: Sizes) -> int:
+def count_least_kv_mb(config: Config, sizes: Sizes, *, on_gpu: bool) -> int:
     """Returns the smallest `generators.kv_cache_mb` that engines take."""
-    return math.ceil(_count_longest_kv(config, sizes) / 2**20)
+    return math.ceil(_count_longest_kv(config, sizes, on_gpu=on_gpu) / 2**20)
 
 
 def find_kv_problem(config: Config, sizes: Sizes, *, on_gpu: bool) -> str | None:
@@ -310,11 +330,12 @@ def find_kv_problem(config: Config, sizes: Sizes, *, on_gpu: bool) -> str | None
     told = config.generators.kv_cache_mb
     if told is None and on_gpu:
         return None
-    if count_engine(config, sizes, on_gpu=on_gpu)["KV cache"] >= _count_longest_kv(config, sizes):
+    longest = _count_longest_kv(config, sizes, on_gpu=on_gpu)
+    if count_engine(config, sizes, on_gpu=on_gpu)["KV cache"] >= longest:
         return None
     return (
-        f"generators.kv_cache_mb must be at least {count_least_kv_mb(config, sizes)} (a sequence of "
-        f"generators.max_model_len={config.generators.max_model_len}), got "
+        f"generators.kv_cache_mb must be at least {count_least_kv_mb(config, sizes, on_gpu=on_gpu)} (a "
+        f"sequence of generators.max_model_len={config.generators.max_model_len}), got "
         f"{CPU_KV_BYTES >> 20 if told is None else told}"
     )
 

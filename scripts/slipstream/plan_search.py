@@ -1,9 +1,10 @@
 """Finds the layout that fits and is nearest to one that does not: with the cheapest changes, then the fewest
 GPUs.
 
-It looks at a bounded set: numbers of ranks, FSDP with or without sequence parallelism, activation
-checkpointing and offloading, Megatron with tensor, pipeline and expert parallelism, smaller microbatches, and
-engines that are fewer or have more GPUs each. Every proposal has been planned and checked as a whole.
+It looks at a bounded set: numbers of ranks (of a critic of its own too), FSDP with or without sequence
+parallelism, activation checkpointing and offloading, Megatron with tensor, pipeline and expert parallelism,
+smaller microbatches, and engines that are fewer or have more GPUs each. Every proposal has been planned and
+checked as a whole.
 """
 
 import dataclasses
@@ -20,7 +21,13 @@ from configs.schema import Config, Role
 from configs.setting import show_value
 from configs.sizes import Sizes
 from learners.layout_rules import find_layout_problems
-from learners.memory import count_published_bytes, describe_parts, format_bytes, plan_policy_rank
+from learners.memory import (
+    count_published_bytes,
+    describe_parts,
+    format_bytes,
+    plan_critic_rank,
+    plan_policy_rank,
+)
 from slipstream.plan_hardware import Hardware
 from slipstream.plan_layout import (
     CUDA_BYTES,
@@ -38,6 +45,7 @@ COSTS = {
     "learner.tokens_per_microbatch": 1,
     "learner.activation_checkpointing": 1,
     "learner.ranks": 1,
+    "placement.critic_ranks": 1,
     "learner.fsdp.accumulate": 1,
     "learner.fsdp.replicas": 1,
     "learner.fsdp.sequence_parallel": 2,
@@ -117,24 +125,26 @@ def propose_layout(config: Config, model: PlannedModel, hardware: Hardware) -> P
 def describe_least(config: Config, model: PlannedModel, hardware: Hardware) -> str:
     """Returns what a rank, or an engine, needs at least, however many hosts there are."""
     many = dataclasses.replace(hardware, hosts=MOST_HOSTS)
-    ranks = [
-        plan_policy_rank(apply_changes(config, one.changes), model.sizes, cuda=True).parts
-        for one in list_learner_changes(config, model, many)
-    ]
+    words = []
+    if config.role is Role.all:
+        ranks = [
+            plan_policy_rank(apply_changes(config, one.changes), model.sizes, cuda=True).parts
+            for one in list_learner_changes(config, model, many)
+        ]
+        least = describe_parts(min(ranks, key=lambda parts: sum(parts.values())))
+        words.append(f"a rank of the learner needs at least {least}, and {format_bytes(CUDA_BYTES)} for CUDA")
     engines = [
         find_least_engine(apply_changes(config, one.changes), model.sizes)
         for one in list_engine_changes(config, model)
         if one.changes.get("generators.tensor_parallel", config.generators.tensor_parallel) <= hardware.gpus
     ]
-    least = describe_parts(min(ranks, key=lambda parts: sum(parts.values())))
-    words = f"a rank of the learner needs at least {least}, and {format_bytes(CUDA_BYTES)} for CUDA"
-    if not engines:
-        return words
-    fetched = format_bytes(count_fetched(config, model.sizes))
-    return (
-        f"{words}; an engine {format_bytes(min(engines))} on each GPU, and on a host without ranks {fetched} "
-        f"of shared memory (--shared-memory is {format_bytes(hardware.shared_bytes)})"
-    )
+    if engines and config.engine_names:
+        fetched = format_bytes(count_fetched(config, model.sizes))
+        words.append(
+            f"an engine needs at least {format_bytes(min(engines))}, and on a host without ranks {fetched} "
+            f"of shared memory (--shared-memory is {format_bytes(hardware.shared_bytes)})"
+        )
+    return "; ".join(words)
 
 
 def count_fetched(config: Config, sizes: Sizes) -> float:
@@ -222,8 +232,15 @@ class _Search:
 
     def _fits_learner(self, config: Config) -> bool:
         """Tells whether a rank fits an empty GPU, and as many as one host has fit an empty host."""
+        if config.role is not Role.all:
+            return True
         cuda = self._hardware.gpus > 0 and config.learner.gpus != 0
         plan, hardware = plan_policy_rank(config, self._model.sizes, cuda=cuda), self._hardware
+        has_own_critic = config.num_learner_ranks > config.learner.ranks
+        if cuda and has_own_critic:
+            critic = plan_critic_rank(config, self._model.sizes, cuda=True)
+            if critic.total_bytes > hardware.gpu_bytes - CUDA_BYTES:
+                return False
         if not cuda:
             return plan.host_bytes + plan.total_bytes <= hardware.host_bytes
         if plan.total_bytes > hardware.gpu_bytes - CUDA_BYTES:
@@ -237,6 +254,8 @@ class _Search:
 
     def _fits_engine(self, config: Config) -> bool:
         """Tells whether an engine fits empty GPUs, with KV for one sequence."""
+        if not config.engine_names:
+            return True
         on_gpu = self._hardware.gpus > 0 and config.generators.gpus != 0
         if find_kv_problem(config, self._model.sizes, on_gpu=on_gpu) is not None:
             return False
@@ -263,7 +282,8 @@ def list_engine_changes(config: Config, model: PlannedModel) -> Iterator[Candida
     counts = [generators.count]
     while counts[-1] > 1:
         counts.append(counts[-1] // 2)
-    caches = list(dict.fromkeys([generators.kv_cache_mb, None, count_least_kv_mb(config, model.sizes)]))
+    least_mb = [count_least_kv_mb(config, model.sizes, on_gpu=on_gpu) for on_gpu in (True, False)]
+    caches = list(dict.fromkeys([generators.kv_cache_mb, None, *least_mb]))
     tensors = sorted(
         {generators.tensor_parallel, *PARALLEL}, key=lambda one: (one < generators.tensor_parallel, one)
     )
@@ -283,29 +303,44 @@ def list_engine_changes(config: Config, model: PlannedModel) -> Iterator[Candida
 
 
 def list_learner_changes(config: Config, model: PlannedModel, hardware: Hardware) -> Iterator[Candidate]:
-    """Yields what may be changed in the learner."""
+    """Yields what may be changed in the learner, where this command starts one."""
+    if config.role is not Role.all:
+        yield Candidate({}, 0, 0)
+        return
     learner = config.learner
     tokens = [learner.tokens_per_microbatch]
     while tokens[-1] // 2 >= max(LEAST_TOKENS, config.generators.max_model_len):
         tokens.append(tokens[-1] // 2)
     checkpointing = [True] if learner.activation_checkpointing else [False, True]
     layouts = [*_list_fsdp_layouts(config), *_list_megatron_layouts(config, model, hardware)]
-    for (order, budget), checkpoints, layout, ranks in itertools.product(
-        enumerate(tokens), checkpointing, layouts, _list_ranks(config, hardware)
+    for (order, budget), checkpoints, layout, (ranks, own) in itertools.product(
+        enumerate(tokens), checkpointing, layouts, _list_ranks_of_both(config, hardware)
     ):
-        if not _divides_ranks(layout, ranks):
+        # A critic's own ranks are laid out as the policy's.
+        if not _divides_ranks(layout, ranks) or not _divides_ranks(layout, own):
             continue
         changes = _keep_changes(
             config,
             {
                 "learner.ranks": ranks,
+                "placement.critic_ranks": own or config.placement.critic_ranks,
                 **layout,
                 "learner.activation_checkpointing": checkpoints,
                 "learner.tokens_per_microbatch": budget,
             },
         )
-        own = config.num_learner_ranks - learner.ranks
         yield Candidate(changes, ranks + own, order)
+
+
+def _list_ranks_of_both(config: Config, hardware: Hardware) -> list[tuple[int, int]]:
+    """Returns the numbers of ranks to try, each with the ranks of a critic of its own: those that were typed,
+    or as many as the policy's; 0 without such a critic."""
+    own = config.num_learner_ranks - config.learner.ranks
+    return [
+        (ranks, others)
+        for ranks in _list_ranks(config, hardware)
+        for others in (sorted({own, ranks}) if own else [0])
+    ]
 
 
 def _list_ranks(config: Config, hardware: Hardware) -> list[int]:
