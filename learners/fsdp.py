@@ -40,7 +40,15 @@ from learners.sequence_ranks import OwnTokens, join_outputs
 from learners.shards import find_own_rows
 from learners.state_files import copy_own_rows, load_rows, write_rows
 from learners.world import LONG_TIMEOUT, join_pool
-from sync.stream import BUCKET_BYTES, TensorPart, absent_part, stream_rows, stream_tensor, whole_parts
+from sync.stream import (
+    BUCKET_BYTES,
+    TensorPart,
+    absent_part,
+    list_saved_buffers,
+    stream_rows,
+    stream_tensor,
+    whole_parts,
+)
 
 
 class FsdpEngine:
@@ -373,7 +381,7 @@ class FsdpEngine:
         # Every rank holds buffers whole: the first one publishes them.
         if dist.get_rank() == 0:
             yield from whole_parts(
-                {name: buffer.detach().cpu() for name, buffer in _saved_buffers(self._model)}
+                {name: buffer.detach().cpu() for name, buffer in list_saved_buffers(self._model)}
             )
 
     def _stream_own_rows(self, name: str, tensor: DTensor, dtype: torch.dtype) -> Iterator[TensorPart]:
@@ -417,12 +425,3 @@ class FsdpEngine:
     def _read_random_state(self) -> dict[str, Tensor]:
         cuda = {"cuda": torch.cuda.get_rng_state()} if self._device.type == "cuda" else {}
         return {"cpu": torch.get_rng_state(), **cuda}
-
-
-def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the buffers that a model's file holds, by name, and not those that are computed from its
-    config."""
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                yield name, buffer

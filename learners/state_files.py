@@ -1,9 +1,9 @@
 """The files of an FSDP engine's state, which any number of ranks can load.
 
-Each rank writes the rows that it publishes into `rank_<r>.safetensors`, straight from their memory. The file's
-header says where they belong, in the words of `HuggingFaceStorageReader`, which also reads what its own
-writer has written (older checkpoints). That writer makes two more copies of a rank's part in memory, so it is
-not used. No rank communicates to write.
+Each rank writes the rows that it publishes into `rank_<r>.safetensors`, straight from their memory. The
+file's header says where they belong, in the words of `HuggingFaceStorageReader`, which also reads what its
+own writer has written (older checkpoints). That writer makes two more copies of a rank's part in memory, so
+it is not used. No rank communicates to write.
 """
 
 import json
