@@ -415,10 +415,9 @@ class FsdpEngine:
 
     def _collect_state(self) -> dict[str, Tensor]:
         """Returns the trained parameters and their optimizer's state by name: the live tensors, so that
-        loading writes into them."""
-        state: dict[str, Tensor] = {}
+        loading writes into them. A frozen engine has its parameters alone."""
+        state = {f"model.{name}": one.detach() for name, one in (self._trained or self._named).items()}
         for name, parameter in self._trained.items():
-            state[f"model.{name}"] = parameter.detach()
             state |= {f"{key}.{name}": value for key, value in self._optimizer.state[parameter].items()}
         return state
 

@@ -17,9 +17,25 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 from learners.shards import find_own_rows
+
+
+class WholeReader(HuggingFaceStorageReader):
+    """Refuses files that lack rows of a tensor: torch would leave these as they were."""
+
+    def read_metadata(self) -> Metadata:
+        metadata = super().read_metadata()
+        for name, told in metadata.state_dict_metadata.items():
+            held = sum(chunk.sizes.numel() for chunk in told.chunks)  # type: ignore[union-attr]
+            if held != told.size.numel():  # type: ignore[union-attr]
+                raise ValueError(
+                    f"the checkpoint must hold all of {name}, got {self.path} with {held:,} of "
+                    f"{told.size.numel():,} elements or more"  # type: ignore[union-attr]
+                )
+        return metadata
 
 
 class CopiedRows(NamedTuple):
@@ -67,4 +83,4 @@ def load_rows(folder: Path, state: Mapping[str, Tensor], group: dist.ProcessGrou
     Collective in `group`, whose collectives must have time for it. Raises FileNotFoundError, or what torch
     raises, when the folder does not hold these tensors.
     """
-    dcp.load(dict(state), storage_reader=HuggingFaceStorageReader(str(folder)), process_group=group)
+    dcp.load(dict(state), storage_reader=WholeReader(str(folder)), process_group=group)
