@@ -40,7 +40,7 @@ from learners import checkpoint
 from learners.fsdp import FsdpEngine
 from learners.packing import Packed, pack_share
 from learners.startup import check_same_run
-from learners.state_files import copy_own_rows, write_rows
+from learners.state_files import CopiedRows, copy_own_rows, load_rows, write_rows
 from learners.world import LONG_TIMEOUT, World
 
 LENGTHS = [5, 9, 2, 30, 7, 1, 12, 4]
@@ -342,8 +342,23 @@ def test_replicas_divide_what_they_write_and_files_of_older_learners_load(
         assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.items())
 
 
+@pytest.mark.usefixtures("process_group")
+def test_a_checkpoint_that_lacks_a_ranks_rows_is_refused_by_name(tmp_path: Path) -> None:
+    state = {"model.a": torch.arange(8.0), "model.b": torch.zeros(3)}
+    assert dist.group.WORLD is not None
+    for rank, (begin, end) in enumerate([(0, 3), (3, 6), (6, 8)]):
+        write_rows(tmp_path, rank, {"model.a": CopiedRows(state["model.a"][begin:end].clone(), begin)})
+    write_rows(tmp_path, 3, copy_own_rows({"model.b": state["model.b"]}, 0))
+    loaded = {"model.a": torch.zeros(8), "model.b": torch.ones(3)}
+    load_rows(tmp_path, loaded, dist.group.WORLD)
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
+    (tmp_path / "rank_1.safetensors").unlink()
+    with pytest.raises(dist.checkpoint.CheckpointException, match="must hold all of model.a, got .* 5 of 8"):
+        load_rows(tmp_path, loaded, dist.group.WORLD)
+
+
 def test_the_rows_of_a_checkpoint_are_written_from_where_they_are(tmp_path: Path) -> None:
-    copied = copy_own_rows({f"model.{i}": torch.ones(1 << 12, 1 << 10) for i in range(8)}, 0)
+    copied = copy_own_rows({f"model.{i}": torch.ones(1 << 12, 1 << 10) for i in range(2)}, 0)
 
     def memory(field: str) -> int:
         found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
