@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -39,9 +37,18 @@ from learners.packing import Packed, pad_packed
 from learners.published_experts import ExpertNames, find_expert_names
 from learners.routing import ForwardPass, LoadBalance, check_replay, watch_routers
 from learners.sequence_ranks import OwnTokens, join_outputs
-from learners.shards import find_own_rows, sharded_like
+from learners.shards import find_own_rows
+from learners.state_files import copy_own_rows, load_rows, write_rows
 from learners.world import LONG_TIMEOUT, join_pool
-from sync.stream import BUCKET_BYTES, TensorPart, absent_part, stream_rows, stream_tensor, whole_parts
+from sync.stream import (
+    BUCKET_BYTES,
+    TensorPart,
+    absent_part,
+    list_saved_buffers,
+    stream_rows,
+    stream_tensor,
+    whole_parts,
+)
 
 
 class FsdpEngine:
@@ -115,9 +122,8 @@ class FsdpEngine:
         watch_routers(model, self._balance, self._forward_pass)
         compute_dtype = torch.bfloat16 if cuda and dtype is Dtype.bfloat16 else None
         self._shard_model(model, loading, layers, compute_dtype, layout.cpu_offload)
-        # A thread writes checkpoints, and its collectives must not mix with training's. They wait as long as
-        # files are written, or read.
-        self._writers = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT)
+        # Ranks that load a checkpoint wait for each other as long as files are read.
+        self._readers = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT)
         self._model = model
         self._named = dict(model.named_parameters())
         self._memory = DeviceMemory(self._list_tensors)
@@ -375,7 +381,7 @@ class FsdpEngine:
         # Every rank holds buffers whole: the first one publishes them.
         if dist.get_rank() == 0:
             yield from whole_parts(
-                {name: buffer.detach().cpu() for name, buffer in _saved_buffers(self._model)}
+                {name: buffer.detach().cpu() for name, buffer in list_saved_buffers(self._model)}
             )
 
     def _stream_own_rows(self, name: str, tensor: DTensor, dtype: torch.dtype) -> Iterator[TensorPart]:
@@ -385,25 +391,20 @@ class FsdpEngine:
     # ---- checkpoints
 
     def copy_state(self) -> StateWriter:
-        state = {name: _copy_to_host(tensor) for name, tensor in self._collect_state().items()}
-        random, rank = self._read_random_state(), dist.get_rank()
+        rank = dist.get_rank()
+        copied, random = copy_own_rows(self._collect_state(), rank), self._read_random_state()
 
         def write(folder: Path) -> list[Path]:
-            """Writes shards of plain safetensors, which a different number of ranks can load."""
             own = folder / "random" / f"rank_{rank}.safetensors"
             own.parent.mkdir(parents=True, exist_ok=True)
-            writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-            dcp.save(state, storage_writer=writer, process_group=self._writers)
             save_file(random, own)
-            return [*folder.glob(f"shard-{rank + 1:05}-*"), own]
+            return [write_rows(folder, rank, copied), own]
 
         return write
 
     def load_state(self, folder: Path) -> None:
-        """Raises FileNotFoundError, or what torch raises, when the folder is not a checkpoint of this
-        model."""
-        reader = HuggingFaceStorageReader(str(folder))
-        dcp.load(self._collect_state(), storage_reader=reader, process_group=self._writers)
+        """Raises as `load_rows`."""
+        load_rows(folder, self._collect_state(), self._readers)
         state = folder / "random" / f"rank_{dist.get_rank()}.safetensors"
         # With more ranks than wrote the checkpoint, a rank without a file keeps its own random state.
         if state.exists():
@@ -414,30 +415,12 @@ class FsdpEngine:
 
     def _collect_state(self) -> dict[str, Tensor]:
         """Returns the trained parameters and their optimizer's state by name: the live tensors, so that
-        loading writes into them."""
-        state: dict[str, Tensor] = {}
+        loading writes into them. A frozen engine has its parameters alone."""
+        state = {f"model.{name}": one.detach() for name, one in (self._trained or self._named).items()}
         for name, parameter in self._trained.items():
-            state[f"model.{name}"] = parameter.detach()
             state |= {f"{key}.{name}": value for key, value in self._optimizer.state[parameter].items()}
         return state
 
     def _read_random_state(self) -> dict[str, Tensor]:
         cuda = {"cuda": torch.cuda.get_rng_state()} if self._device.type == "cuda" else {}
         return {"cpu": torch.get_rng_state(), **cuda}
-
-
-def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the buffers that a model's file holds, by name, and not those that are computed from its
-    config."""
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                yield name, buffer
-
-
-def _copy_to_host(tensor: Tensor) -> Tensor:
-    """Returns a copy in the host's memory, sharded as the tensor is."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach().to("cpu", copy=True)
-    local = tensor.to_local().detach().to("cpu", copy=True)
-    return sharded_like(tensor, local)

@@ -23,8 +23,8 @@ that it has needed.
 Megatron's parts are in `learners/megatron/memory.py`. In the host's memory, beside a GPU:
 
     offloaded      with `cpu_offload` weights, optimizer and sharded gradients
-    checkpoint     the copy of weights and optimizer that a thread writes, and under FSDP the file's bytes,
-                   which torch makes in two more copies before it writes them
+    checkpoint     the copy of weights and optimizer that a thread writes to the disk as it is; replicas
+                   divide it
     staging        this rank's part of a version on its way to shared memory
 
 What the rank's host keeps of versions in shared memory is counted in `sync/kept_versions.py`. This file does
@@ -55,10 +55,6 @@ CPU_ELEMENTS = 2**23
 """The same on a CPU: so few that they stay in its cache."""
 STATE_BYTES = 12
 """Bytes of a checkpoint for each trained parameter: the float32 master and AdamW's two moments."""
-FSDP_CHECKPOINT_COPIES, MEGATRON_CHECKPOINT_COPIES = 3, 1
-"""Copies of a rank's part of a checkpoint while it is written. torch's writer makes a file's bytes of the
-copied state, and safetensors makes the tensors' bytes before; Megatron's files are written from the
-tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +153,11 @@ def _plan_rank(
         )
         parts = count_rank_parts(sizes, learner.megatron, rank)
         state = count_state_elements(sizes, learner.megatron, learner.ranks) * counts.num_trained
-        copies, offloaded = MEGATRON_CHECKPOINT_COPIES, 0.0
+        offloaded = 0.0
     else:
         parts = _count_fsdp_parts(learner, sizes, counts, tokens, compute_bytes, cuda)
-        state = counts.trained / _count_shards(learner)
-        copies, offloaded = FSDP_CHECKPOINT_COPIES, _count_offloaded(learner, counts, cuda)
+        state = counts.trained / learner.ranks
+        offloaded = _count_offloaded(learner, counts, cuda)
     publishes = counts.has_policy
     if publishes and cuda and _keeps_device_copy(config):
         parts["published"] = float(config.model.dtype.num_bytes * sizes.parameters)
@@ -170,7 +166,7 @@ def _plan_rank(
         ranks=config.num_learner_ranks,
         host_parts={
             "offloaded": offloaded,
-            "checkpoint": float(STATE_BYTES * copies * state),
+            "checkpoint": float(STATE_BYTES * state),
             "staging": publishes * count_published_bytes(config, sizes) / learner.ranks,
         },
     )

@@ -2,7 +2,8 @@
 it."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -116,7 +117,8 @@ def load_models(
     critic = reward_model = reference = None
     if algo.needs_critic:
         path = algo.critic.path
-        critic = make_where_held(Pool.critic, lambda: make(ModelKind.critic, path))
+        with _name_field("model.path" if path is None else "algo.critic.path"):
+            critic = make_where_held(Pool.critic, lambda: make(ModelKind.critic, path))
     if algo.needs_reward_model:
         reward_model = make_where_held(Pool.policy, lambda: make(ModelKind.policy))
     if algo.needs_reference:
@@ -128,6 +130,17 @@ def load_models(
         reference=reference,
         cost=estimate_cost(config.model.path),
     )
+
+
+@contextmanager
+def _name_field(field: str) -> Iterator[None]:
+    """Lets an engine's errors name the field that its folder comes from; an engine says `model.path`."""
+    try:
+        yield
+    except ValueError as error:
+        if field == "model.path":
+            raise
+        raise ValueError(str(error).replace("model.path", field)) from error
 
 
 def make_engine(

@@ -110,6 +110,10 @@ class Publication:
         self._firsts = [self._hosts.index(number) for number in range(len(memories))]
         """By host, its first rank."""
         self._places = places
+        own_host = self._hosts[self._world.rank]
+        writers = {place.host for place, host in zip(places, self._hosts, strict=True) if host == own_host}
+        self._shares_file = len(writers) > 1
+        """True where other hosts write to the same file, on a file system of all."""
         self._layout: FileLayout | None = None
         self._rows: StagedRows | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publication")
@@ -210,6 +214,8 @@ class Publication:
             self._source_of[host] = len(self._sources)
             place = self._places[self._firsts[host]]
             self._sources.append(PartSource(place.host, place.address))
+        sources = self._sources if self.is_divided else []
+        layout.check_manifest(sources, [self._source_of.get(host, 0) for host in self._hosts])
 
     # ---- in the thread
 
@@ -266,7 +272,7 @@ class Publication:
         if not self._rows.num_bytes:
             return msgspec.msgpack.encode([])
         try:
-            return msgspec.msgpack.encode(self._rows.write_rows(path, rests))
+            return msgspec.msgpack.encode(self._rows.write_rows(path, rests, synced=self._shares_file))
         except OSError as error:
             if is_disk_full(error):
                 raise disk_full(path, self._rows.num_bytes) from error

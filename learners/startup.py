@@ -184,7 +184,13 @@ def open_publication(
     if memory in hosts and memories.index(memory) == world.rank:
         guards = make_guards(config)
         if world.rank == 0:
-            publisher = open_publisher(config, folder, incarnation, guards)
+            publisher = open_publisher(
+                config,
+                folder,
+                incarnation,
+                guards,
+                lambda num_bytes: say(f"digesting the adapters' base model: {num_bytes / GIB:.1f} GiB"),
+            )
         else:
             publisher = open_host_publisher(config, folder, incarnation, guards)
     # A first rank that digests the base of its adapters takes longer than a collective waits.

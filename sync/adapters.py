@@ -6,7 +6,7 @@ compared each time the folder is read.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,19 @@ def merge_into(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     return torch.addmm(weight, b.to(weight.dtype), a.to(weight.dtype), alpha=scaling)
 
 
-def describe_adapters(base: Path, dtype: str, scaling: float) -> AdapterRecipe:
+def describe_adapters(
+    base: Path, dtype: str, scaling: float, on_progress: Callable[[int], None] = lambda num_bytes: None
+) -> AdapterRecipe:
     """Returns the recipe for adapters to the model in the folder `base`, which is served in `dtype`. Reads
-    the whole model.
+    the whole model, and calls `on_progress` with the bytes read so far after each tensor.
 
     Raises ValueError where the folder holds no safetensors.
     """
-    entries = [_describe_tensor(name, tensor) for name, tensor in _read_base_tensors(base)]
+    entries, num_bytes = [], 0
+    for name, tensor in _read_base_tensors(base):
+        entries.append(_describe_tensor(name, tensor))
+        num_bytes += tensor.nbytes
+        on_progress(num_bytes)
     return AdapterRecipe(
         base=str(base.absolute()), base_digest=whole_digest(entries), scaling=scaling, dtype=dtype
     )

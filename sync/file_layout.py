@@ -18,9 +18,20 @@ import torch
 import xxhash
 
 from sync.digest import CHUNK_BYTES
-from sync.manifest import FilePart, FileParts, PartSource, TensorEntry, dtype_name
+from sync.manifest import (
+    MAX_ENTRIES,
+    MAX_MANIFEST_BYTES,
+    FilePart,
+    FileParts,
+    PartSource,
+    TensorEntry,
+    dtype_name,
+)
 from sync.snapshot_writer import HEADER_ROOM, encode_header, file_order, find_room
 from sync.stream import TensorPart
+
+REST_BYTES = 1 << 15
+"""Room in a manifest for all but its tensors and parts: paths, names and the recipe of adapters."""
 
 
 class TensorForm(msgspec.Struct, frozen=True, array_like=True):
@@ -184,6 +195,27 @@ class FileLayout:
             )
             for name, (begin, end) in self.places.items()
         )
+
+    def check_manifest(self, sources: Sequence[PartSource], hosts: Sequence[int]) -> None:
+        """Raises ValueError where the manifest would be larger than subscribers take. `sources`, `hosts`: see
+        `describe_parts`; no sources where a host has the whole file."""
+        digest = "0" * 32
+        entries = [TensorEntry(form.name, form.dtype, form.shape, digest) for form in self.forms.values()]
+        told = [
+            [SpanDigests(bytes(16 * span.num_chunks), bytes(16)) for span in self.own_spans(rank)]
+            for rank in range(len(hosts))
+        ]
+        parts = self.describe_parts(told, sources, hosts) if sources else None
+        num_parts = 0 if parts is None else len(parts.parts)
+        num_bytes = len(msgspec.json.encode(entries)) + len(msgspec.json.encode(parts)) + REST_BYTES
+        if num_bytes > MAX_MANIFEST_BYTES or max(len(entries), num_parts) > MAX_ENTRIES:
+            longest = max(self.forms.values(), key=lambda form: len(msgspec.json.encode(form)))
+            raise ValueError(
+                f"the manifest of a version must have at most {MAX_MANIFEST_BYTES:,} bytes, and at most "
+                f"{MAX_ENTRIES:,} tensors and parts, got about {num_bytes:,} bytes, {len(entries):,} tensors "
+                f"in {num_parts:,} parts on {max(1, len(sources))} hosts; fewer hosts make fewer parts (the "
+                f"longest entry: {longest.name[:200]} {list(longest.shape)})"
+            )
 
     def describe_parts(
         self, told: Sequence[Sequence[SpanDigests]], sources: Sequence[PartSource], hosts: Sequence[int]

@@ -25,6 +25,8 @@ SAFETENSORS_DTYPES = {
     "bool": "BOOL",
 }
 MAX_MANIFEST_BYTES = 64 << 20
+MAX_ENTRIES = 1 << 20
+"""Most tensors of a version, and most parts of its file."""
 MAX_SOURCES = 4096
 """Most hosts of a learner's ranks."""
 ADDRESS = r"tcp://[\w.:\[\]-]{1,255}:\d{1,5}"
@@ -99,7 +101,7 @@ class FileParts(msgspec.Struct, frozen=True):
 
     sources: Annotated[tuple[PartSource, ...], Meta(min_length=1, max_length=MAX_SOURCES)]
     """The first one has the header."""
-    parts: Annotated[tuple[FilePart, ...], Meta(min_length=1, max_length=1 << 20)]
+    parts: Annotated[tuple[FilePart, ...], Meta(min_length=1, max_length=MAX_ENTRIES)]
 
 
 class Manifest(msgspec.Struct, frozen=True, tag=True):
@@ -112,7 +114,7 @@ class Manifest(msgspec.Struct, frozen=True, tag=True):
     """Safetensors file, complete and immutable."""
     num_bytes: BoundedSize
     """Size of that file."""
-    tensors: Annotated[tuple[TensorEntry, ...], Meta(max_length=1 << 20)]
+    tensors: Annotated[tuple[TensorEntry, ...], Meta(max_length=MAX_ENTRIES)]
     """The tensors, in the file's order."""
     digest: HexDigest
     """Digest over (name, dtype, shape, digest) of all tensors in order, and over `adapter`."""

@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -47,7 +47,14 @@ from sync.model_files import copy_model_files
 from sync.patch import WORTH
 from sync.snapshot import Snapshot
 from sync.snapshot_writer import SnapshotWriter
-from sync.spares import begin_version, complete_version, find_spare, put_version, retire_version
+from sync.spares import (
+    begin_version,
+    complete_version,
+    drop_spares,
+    find_spare,
+    put_version,
+    retire_version,
+)
 from sync.stream import TensorPart
 from sync.transports.ends import LearnerEnd, SocketGuards, load_transport
 from sync.transports.relay import find_own_address, open_at_free_port
@@ -190,6 +197,10 @@ class Publisher:
             if old.version not in self.needed_versions:
                 retire_version(Path(old.locator))
                 self._published.remove(old)
+        if self._model is not None:
+            # On a file system of several hosts: this kernel does not know who else has the file mapped, so
+            # nothing is written over it.
+            drop_spares(self.folder)
 
     def _make_room(self, num_bytes: int | None = None) -> None:
         """Lets the ends give back what they can spare where the next version, of `num_bytes` or as large as
@@ -242,9 +253,15 @@ class Publisher:
         copy_model_files(model, self.folder)
 
 
-def open_publisher(config: Config, run: Path, incarnation: str, guards: SocketGuards) -> Publisher:
+def open_publisher(
+    config: Config,
+    run: Path,
+    incarnation: str,
+    guards: SocketGuards,
+    on_progress: Callable[[int], None] = lambda num_bytes: None,
+) -> Publisher:
     """Opens the publisher of a run, with the learner's ends of the transport that the configuration names.
-    `run`: the run's folder.
+    `run`: the run's folder. `on_progress` receives the bytes read so far of the base of adapters.
 
     Raises as `Publisher`, and ValueError when `sync.address` is taken.
     """
@@ -255,7 +272,7 @@ def open_publisher(config: Config, run: Path, incarnation: str, guards: SocketGu
             log.info("weights are served at %s", end.address)
     model = Path(config.model.path)
     if lora.rank is not None and lora.publish is LoraPublish.adapter:
-        adapter = describe_adapters(model, str(config.model.dtype), lora.alpha / lora.rank)
+        adapter = describe_adapters(model, str(config.model.dtype), lora.alpha / lora.rank, on_progress)
     is_model = config.sync.transport.row.shares_folder
     return Publisher(folder, incarnation, ends=ends, model=model if is_model else None, adapter=adapter)
 

@@ -120,12 +120,15 @@ class StagedRows:
             rests[chunk] = rests.get(chunk, b"") + data
         return rests
 
-    def write_rows(self, path: Path, rests: dict[int, bytes]) -> list[SpanDigests]:
+    def write_rows(self, path: Path, rests: dict[int, bytes], *, synced: bool = False) -> list[SpanDigests]:
         """Writes the rows to their places in the file, which is there; returns the digests of each span.
 
-        `rests`: see `exchange_fragments`. Raises OSError.
+        `rests`: see `exchange_fragments`. `synced`: other hosts write to the file too, on a file system that
+        may be NFS. Then each write goes to the server at once, with these very bytes: with O_DSYNC alone an
+        NFS client never sends the rest of a page from its cache, which would undo what another host has
+        written there. Raises OSError.
         """
-        file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | (os.O_DSYNC if synced else 0))
         try:
             return [self._write_span(file, number, rests) for number in range(len(self._spans))]
         finally:

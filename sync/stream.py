@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 BUCKET_BYTES = 64 << 20
 """Most bytes of one part, as it is published, unless a caller says otherwise."""
@@ -43,6 +44,15 @@ class TensorPart(NamedTuple):
 def whole_parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[TensorPart]:
     """Yields each tensor as one part."""
     return (TensorPart(name, tuple(tensor.shape), tensor) for name, tensor in tensors.items())
+
+
+def list_saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the buffers that a model's file holds, by name, and not those that are computed from its
+    config."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
 
 
 def collect_tensors(parts: Iterable[TensorPart]) -> dict[str, torch.Tensor]:

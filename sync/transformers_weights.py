@@ -19,6 +19,7 @@ from sync.digest import tensor_digests
 from sync.engine_layout import copy_and_digest
 from sync.manifest import DigestMismatch, EngineMismatch, Manifest, TensorEntry, dtype_name
 from sync.snapshot import Snapshot, expect_digests
+from sync.stream import list_saved_buffers
 from sync.weight_source import WeightSource
 
 PROBE_COLUMNS = 2
@@ -145,17 +146,8 @@ def _list_places(model: nn.Module) -> Iterator[tuple[str, HeldPlace]]:
             ]
         for part, first, shape in orders[key]:
             yield prefix + layer + part, HeldPlace(parameter, first, shape)
-    for name, buffer in _list_saved_buffers(model):
+    for name, buffer in list_saved_buffers(model):
         yield name, HeldPlace(buffer, 0, tuple(buffer.shape))
-
-
-def _list_saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the buffers that a model's file holds, by name, and not those that are computed from its
-    config."""
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                yield name, buffer
 
 
 def _find_published_name(model: nn.Module, name: str, parameter: Tensor) -> str | None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -25,18 +26,21 @@ from engine_batches import draw_batch, negate_logprobs, save_small_qwen3
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import gather_weights, on_ranks
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
 import learners.world
+import sync.stream
 from configs.disk import DiskFull
 from configs.load import load_config
+from configs.parallel import FsdpConfig
 from learners import checkpoint
 from learners.fsdp import FsdpEngine
 from learners.packing import Packed, pack_share
 from learners.startup import check_same_run
+from learners.state_files import CopiedRows, copy_own_rows, load_rows, write_rows
 from learners.world import LONG_TIMEOUT, World
 
 LENGTHS = [5, 9, 2, 30, 7, 1, 12, 4]
@@ -112,6 +116,7 @@ DYING = """
 import os, signal, sys
 from pathlib import Path
 from configs.load import load_config
+from configs.parallel import FsdpConfig
 from learners import checkpoint
 from learners.world import LONG_TIMEOUT, World
 def write(folder):
@@ -303,6 +308,68 @@ def test_a_checkpoint_of_two_ranks_is_of_its_moment_and_goes_on_with_any_number(
         torch.testing.assert_close(gone_on[name], tensor, atol=1e-4, rtol=0)
 
 
+def replicas_state(world: World, model: Path, folder: Path) -> tuple[dict[str, Tensor], list[int]]:
+    """The state of two replicas, which they write as we do and as older learners did; and the elements that
+    each rank has written."""
+    sync.stream.SHARED_BYTES = 16  # the model is small, and is divided all the same
+    engine = FsdpEngine(model, layout=FsdpConfig(replicas=2))
+    engine.update(parts_of(world), negate_logprobs, 1e-2)
+    (own, _), older = engine.copy_state()(folder / "ours"), folder / "older"
+    dcp.save(
+        engine._collect_state(), storage_writer=HuggingFaceStorageWriter(str(older), save_distributed=True)
+    )
+    told = world.gather_messages(str(sum(rows.numel() for rows in load_file(own).values())).encode())
+    return state(engine), [int(one) for one in told]
+
+
+def loaded_states(world: World, model: Path, folder: Path) -> list[dict[str, Tensor]]:
+    found = []
+    for name in ("ours", "older"):
+        engine = FsdpEngine(model)
+        engine.load_state(folder / name)
+        found.append(state(engine))
+    return found
+
+
+def test_replicas_divide_what_they_write_and_files_of_older_learners_load(
+    qwen3: Path, tmp_path: Path
+) -> None:
+    before, sizes = on_ranks(2, replicas_state, tmp_path / "two", qwen3, tmp_path)[0]
+    assert sum(sizes) == sum(tensor.numel() for tensor in before.values())
+    assert min(sizes) > 0.3 * sum(sizes), "each about a half"
+    for loaded in on_ranks(1, loaded_states, tmp_path / "one", qwen3, tmp_path)[0]:
+        assert loaded.keys() == before.keys()
+        assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.items())
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_checkpoint_that_lacks_a_ranks_rows_is_refused_by_name(tmp_path: Path) -> None:
+    state = {"model.a": torch.arange(8.0), "model.b": torch.zeros(3)}
+    assert dist.group.WORLD is not None
+    for rank, (begin, end) in enumerate([(0, 3), (3, 6), (6, 8)]):
+        write_rows(tmp_path, rank, {"model.a": CopiedRows(state["model.a"][begin:end].clone(), begin)})
+    write_rows(tmp_path, 3, copy_own_rows({"model.b": state["model.b"]}, 0))
+    loaded = {"model.a": torch.zeros(8), "model.b": torch.ones(3)}
+    load_rows(tmp_path, loaded, dist.group.WORLD)
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
+    (tmp_path / "rank_1.safetensors").unlink()
+    with pytest.raises(dist.checkpoint.CheckpointException, match="must hold all of model.a, got .* 5 of 8"):
+        load_rows(tmp_path, loaded, dist.group.WORLD)
+
+
+def test_the_rows_of_a_checkpoint_are_written_from_where_they_are(tmp_path: Path) -> None:
+    copied = copy_own_rows({f"model.{i}": torch.ones(1 << 12, 1 << 10) for i in range(2)}, 0)
+
+    def memory(field: str) -> int:
+        found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        return int(found[1]) << 10 if found else 0
+
+    before = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is from now on
+    path = write_rows(tmp_path, 0, copied)
+    assert memory("VmHWM") - before < path.stat().st_size / 4
+
+
 def checkpointed_slowly(world: World, folder: Path) -> list[int]:
     """Two checkpoints one after the other, of which the second rank digests its part for longer than a
     collective of training may take."""
@@ -334,6 +401,7 @@ def loaded_slowly(world: World, model: Path, folder: Path) -> float:
     training may take."""
     engine, read = FsdpEngine(model), HuggingFaceStorageReader.read_data
     engine.copy_state()(folder)
+    world.barrier()
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
 
     def slow(*arguments: Any) -> Any:
@@ -388,9 +456,7 @@ def test_a_full_disk_is_named_and_leaves_the_checkpoint_before_and_no_remains(tm
 
         def save(folder: Path) -> list[Path]:
             (folder / "engine").mkdir()
-            dcp.save(
-                state, storage_writer=HuggingFaceStorageWriter(str(folder / "engine"), save_distributed=True)
-            )
+            write_rows(folder / "engine", 0, copy_own_rows(state, 0))
             save_file(state, folder / "engine" / "random")
             return list((folder / "engine").iterdir())
 
@@ -399,7 +465,7 @@ def test_a_full_disk_is_named_and_leaves_the_checkpoint_before_and_no_remains(tm
             save_file(state | {"more": torch.ones(1 << 20)}, folder / "engine" / "random")
             return []
 
-        def save_much(folder: Path) -> list[Path]:  # as torch says it
+        def save_much(folder: Path) -> list[Path]:
             state["weights"] = torch.ones(1 << 20)
             return save(folder)
 

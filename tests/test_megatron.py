@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +38,8 @@ from learners.engine import ModelKind
 from learners.fsdp import FsdpEngine
 from learners.megatron.engine import MegatronEngine
 from learners.megatron.model import ParallelSizes, find_problems
+from learners.megatron.names import ParameterNames
+from learners.model_files import ModelFiles
 from learners.packing import Packed, pack_share
 from learners.world import World
 
@@ -241,6 +244,27 @@ layouts = pytest.mark.parametrize("name", LAYOUTS)
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_experts_are_published_in_one_order_whichever_way_megatron_holds_them(folder: Path) -> None:
+    files = ModelFiles(folder / "qwen3_moe")
+    names = ParameterNames(AutoConfig.from_pretrained(folder / "qwen3_moe"), files, 1, critic=False)
+    experts = [name for name in names.parameters if ".0.mlp.experts." in name]
+    ways = {
+        "local": [f"local_experts.{i}.linear_fc{j}.weight" for i in range(2) for j in (1, 2)],
+        "grouped by TransformerEngine": [f"linear_fc{j}.weight{i}" for j in (1, 2) for i in range(2)],
+    }
+    for way, held in ways.items():
+        model = SimpleNamespace(
+            decoder=SimpleNamespace(layers=[SimpleNamespace(layer_number=1)]),
+            named_parameters=lambda held=held: [
+                *((f"decoder.layers.0.mlp.experts.{name}", None) for name in held),
+                ("output_layer.weight", None),
+            ],
+        )
+        for first in (0, 2):  # two ranks, each with two experts
+            found = list(names.name_parameters(model, first))  # type: ignore[arg-type]
+            assert found == [*experts[2 * first : 2 * first + 4], "output_layer.weight"], way
 
 
 @layouts

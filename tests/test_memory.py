@@ -80,9 +80,11 @@ def test_the_hosts_memory_holds_what_is_offloaded_copied_and_on_its_way(fixed_mo
     settings = ["algo=grpo", "model.dtype=bfloat16", "learner.ranks=2"]
     found = plan_memory(configure_step(fixed_model, *settings), cuda=True)
     assert found is not None
-    # AdamW's state and the masters, three times while torch's writer makes a file of them.
-    assert found.host_parts == {"offloaded": 0.0, "checkpoint": 3 * 12 * size / 2, "staging": 2 * size / 2}
-    assert f"; in the host's memory: checkpoint {format_bytes(18 * size)} + staging" in str(found)
+    # AdamW's state and the masters, as they are written: replicas divide them too.
+    assert found.host_parts == {"offloaded": 0.0, "checkpoint": 12 * size / 2, "staging": 2 * size / 2}
+    assert f"; in the host's memory: checkpoint {format_bytes(6 * size)} + staging" in str(found)
+    replicas = plan_memory(configure_step(fixed_model, *settings, "learner.fsdp.replicas=2"), cuda=True)
+    assert replicas is not None and replicas.host_parts == found.host_parts
     settings.append("learner.fsdp.cpu_offload=true")
     offloaded = plan_memory(configure_step(fixed_model, *settings), cuda=True)
     assert offloaded is not None and offloaded.host_parts["offloaded"] == 16 * size / 2

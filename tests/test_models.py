@@ -118,6 +118,9 @@ def test_the_critic_starts_from_a_model_of_its_own_when_it_is_given_one(
     config = configure_step(fixed_model, "algo=ppo", f"algo.critic.path={tmp_path}")
     critic = load_models(config).critic
     assert critic is not None and copy_state(critic)["model.score.bias"].tolist() == [0.75]
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=f"^algo.critic.path must hold model.safetensors or .* {tmp_path}$"):
+        load_models(config)
 
 
 # ---- checkpoints

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import threading
 import time
@@ -32,15 +33,25 @@ from learners.learner import Learner
 from learners.packing import Batch
 from learners.publication import Publication
 from learners.world import World
+from sync import file_layout
 from sync.announcement import parse_announcement
 from sync.digest import CHUNK_BYTES, tensor_digest
 from sync.file_layout import FileLayout, SpanDigests, note_forms
-from sync.manifest import DigestMismatch, FilePart, FileParts, Manifest, PartSource, parse_manifest
+from sync.manifest import (
+    DigestMismatch,
+    FilePart,
+    FileParts,
+    Manifest,
+    PartSource,
+    parse_manifest,
+    whole_digest,
+)
 from sync.publisher import Publisher
 from sync.snapshot import Snapshot, read_manifest
 from sync.snapshot_writer import SnapshotWriter
 from sync.staged_rows import StagedRows
 from sync.stream import TensorPart, choose_rows, stream_rows, whole_parts
+from sync.transports.fetcher import MAX_SOURCES_AT_A_TIME, Fetcher
 from sync.transports.server import SnapshotServer
 
 Weights = dict[str, Tensor]
@@ -280,6 +291,68 @@ def test_a_manifest_whose_parts_contradict_it_is_refused(tmp_path: Path) -> None
             with pytest.raises(DigestMismatch):
                 parse_manifest(data, "here", "v0-life")
     publisher.close()
+
+
+def test_a_manifest_that_subscribers_would_refuse_is_refused_when_the_ranks_agree(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    parts = [split_model(make_model(0), rank, 3) for rank in range(3)]
+    layout, told = write_together(parts, tmp_path / "file")
+    sources = [PartSource(f"host-{number}", "tcp://10.77.0.1:5555") for number in range(3)]
+    layout.check_manifest(sources, range(3))
+    entries, its_parts = layout.describe_tensors(told), layout.describe_parts(told, sources, range(3))
+    publisher = Publisher(tmp_path / "w", "life")
+    manifest = publisher.describe_version(0, layout, entries, its_parts)
+    num_bytes = len(msgspec.json.encode(manifest))
+    publisher.close()
+    monkeypatch.setattr(file_layout, "MAX_MANIFEST_BYTES", num_bytes)
+    with pytest.raises(
+        ValueError,
+        match=rf"manifest of a version must have at most {num_bytes:,} bytes, .* 4 tensors in \d+ parts",
+    ) as told_error:
+        layout.check_manifest(sources, range(3))
+    (about,) = re.findall(r"got about ([\d,]+) bytes", str(told_error.value))
+    counted = int(about.replace(",", "")) - file_layout.REST_BYTES
+    assert num_bytes - 1000 < counted <= num_bytes, "all but paths and names"
+
+    def publish_from(world: World) -> None:
+        publish(Publication(world, Publisher(tmp_path / "one", "life"), "here"), 0, make_model(0))
+
+    monkeypatch.setattr(file_layout, "MAX_ENTRIES", 3)
+    with pytest.raises(ValueError, match="at most 3 tensors and parts"):
+        publish_from(World())
+
+
+def test_the_parts_of_more_hosts_than_are_asked_at_a_time_all_arrive(tmp_path: Path) -> None:
+    size = MAX_SOURCES_AT_A_TIME + 2
+    layout, told = write_together(
+        [split_model(make_model(0), rank, size) for rank in range(size)], tmp_path / "a"
+    )
+    whole, servers = (tmp_path / "a").read_bytes(), []
+    for rank in range(size):
+        (folder := tmp_path / f"host-{rank}").mkdir()
+        held = bytearray(len(whole))
+        held[: layout.room] = layout.header if rank == 0 else held[: layout.room]
+        for span in layout.own_spans(rank):
+            begin, end = layout.room + span.begin, layout.room + span.end
+            held[begin:end] = whole[begin:end]
+        (folder / "v0-life.safetensors").write_bytes(held)
+        servers.append(SnapshotServer(folder))
+    sources = [PartSource(f"host-{rank}", server.address) for rank, server in enumerate(servers)]
+    parts = layout.describe_parts(told, sources, range(size))
+    entries = layout.describe_tensors(told)
+    path = str(tmp_path / "host-0" / "v0-life.safetensors")
+    manifest = Manifest(0, "life", path, layout.num_bytes, entries, whole_digest(entries), None, parts)
+    (tmp_path / "host-0" / "v0-life.json").write_bytes(msgspec.json.encode(manifest))
+    fetcher = Fetcher(tmp_path / "fetched")
+    local = fetcher.fetch_version(servers[0].address, "v0-life.json", digest=manifest.digest)
+    snapshot = Snapshot(read_manifest(local))
+    snapshot.verify_bytes()
+    assert equal(dict(snapshot.named_tensors()), make_model(0))
+    assert all(server.bytes_sent > 0 for server in servers)
+    fetcher.close()
+    for server in servers:
+        server.close()
 
 
 # ---- the learner

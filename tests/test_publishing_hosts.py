@@ -1,15 +1,19 @@
 """Ranks on several hosts publish one version: each host has a part of it, and a host that subscribes fetches
 all parts."""
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ranks import on_ranks
+import torch
+from ranks import gather_weights, on_ranks
 from test_publication import equal, make_model, split_model
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from configs.host import boot_id
+from learners.megatron.engine import MegatronEngine
 from learners.publication import Publication, identify_memory
 from learners.world import World
 from slipstream_bench.network_hosts import NetworkHosts, find_obstacle
@@ -20,6 +24,7 @@ from sync.publisher import Publisher
 from sync.snapshot import Snapshot, read_manifest
 from sync.transports.fetcher import Fetcher
 from sync.transports.server import SnapshotServer
+from sync.transports.shared_memory import FolderEnd
 from sync.transports.tcp import FetchingEnd
 
 SIZE = 4
@@ -164,3 +169,105 @@ def test_a_host_fetches_the_parts_of_all_hosts_and_names_the_one_that_is_wrong_o
     assert found[3]["gone"].startswith("LackingServer") and addresses[2] in found[3]["gone"]
     assert found[3]["dead"].startswith("SilentServer") and addresses[2] in found[3]["dead"]
     assert found[3]["whole"][0] == "v1-life.safetensors" and len(found[3]["whole"]) == 1
+
+
+# ---- a file system that all hosts see
+
+
+def share_folder(world: World, folder: Path, model: Path) -> dict[str, object]:
+    """Ranks on two hosts publish four versions through a shared folder, and a third host reads each."""
+    rank, opened, found = world.rank, [], {}
+    system_open = os.open
+
+    def open_noted(path: object, flags: int, *more: int) -> int:
+        if str(path).endswith(".unfinished"):
+            opened.append(flags)
+        return system_open(path, flags, *more)  # type: ignore[arg-type]
+
+    os.open = open_noted  # type: ignore[assignment]
+    publisher = Publisher(folder, "life", model=model) if rank == 0 else None
+    publication, end = Publication(world, publisher, "shared"), FolderEnd()
+    for version in range(4):
+        parts = [] if rank == 2 else split_model(make_model(version), rank, 2)
+        publication.begin_version(version, lambda parts=parts: parts)  # type: ignore[misc]
+        manifest = publication.take_complete(wait=True)
+        assert manifest is not None
+        own = publication.announce(manifest).encode() if rank == 0 else b""
+        announced = parse_announcement(world.gather_messages(own)[0].decode())
+        if rank == 2:
+            snapshot = end.bring_version(announced)
+            snapshot.attest()
+            assert equal(dict(snapshot.named_tensors()), make_model(version))
+        world.barrier()
+    found["opened"] = opened
+    found["kept"] = sorted(path.suffix for path in folder.glob("v*") if "-" in path.name)
+    world.barrier()
+    publication.close()
+    return found
+
+
+def test_hosts_that_share_a_folder_write_exactly_their_bytes_and_over_no_file_that_others_may_have_mapped(
+    hosts: NetworkHosts, tmp_path: Path
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    shared = tmp_path / "shared"
+    found = on_ranks(3, share_folder, tmp_path / "ranks", shared, tmp_path / "model", hosts=list(hosts))
+    for told in found[:2]:
+        assert len(told["opened"]) == 4 and all(flags & os.O_DSYNC for flags in told["opened"])
+    assert ".spare" not in found[0]["kept"] and found[0]["kept"].count(".safetensors") == 2
+    assert (shared / "model.safetensors").exists()
+
+
+# ---- Megatron's ranks
+
+
+def publish_megatron(world: World, addresses: list[str], model: Path, layout: str) -> dict[str, torch.Tensor]:
+    """Returns the weights that the ranks hold on the first host, and what the second one has fetched."""
+    engine = MegatronEngine(model, bucket_bytes=1 << 11, **{layout: 2})  # type: ignore[arg-type]
+    folder = shared_memory_folder("parts")
+    server = SnapshotServer(folder, f"tcp://{addresses[world.rank]}:0")
+    publication = Publication(world, Publisher(folder, "life", ends=[server]), identify_memory())
+    publication.begin_version(0, engine.stream_weights)
+    manifest = publication.take_complete(wait=True)
+    assert manifest is not None and publication.is_divided
+    own = publication.announce(manifest).encode() if world.rank == 0 else b""
+    announced = parse_announcement(world.gather_messages(own)[0].decode())
+    found = gather_weights(engine.stream_weights())
+    if world.rank == 1:
+        fetcher = Fetcher(shared_memory_folder("fetched"), timeout_s=5.0)
+        end = FetchingEnd(fetcher, lambda folder, address: SnapshotServer(folder, address))
+        snapshot = end.bring_version(announced)
+        snapshot.attest()
+        found = {name: tensor.clone() for name, tensor in snapshot.named_tensors()}
+        end.close()
+    world.barrier()
+    publication.close()
+    return found
+
+
+@pytest.mark.parametrize("layout", ["tensor_parallel", "expert_parallel"])
+def test_megatrons_ranks_on_two_hosts_publish_one_version(
+    layout: str, hosts: NetworkHosts, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    model.save_pretrained(tmp_path / "model")
+    places = [hosts[0], hosts[1]]
+    addresses = [host.address for host in places]
+    held, fetched = on_ranks(
+        2, publish_megatron, tmp_path / "ranks", addresses, tmp_path / "model", layout, hosts=places
+    )
+    assert equal(fetched, held) and any("experts.3.down_proj" in name for name in fetched)

@@ -146,8 +146,10 @@ class ParameterNames:
                     )
 
     def name_parameters(self, model: nn.Module, first_expert: int) -> dict[str, nn.Parameter]:
-        """Returns this rank's own parameters by their names in the whole model.
+        """Returns this rank's own parameters by their names in the whole model, in that model's order.
 
+        Megatron may hold a layer's experts in another order (TransformerEngine: first all of `linear_fc1`),
+        which is not the same over ranks that divide the experts; the published order follows this one.
         `first_expert`: number of the rank's first expert.
         """
         named = {}
@@ -159,7 +161,8 @@ class ParameterNames:
                     rest = f"mlp.experts.{number}.linear_fc{expert[2] or expert[3]}.weight"
                 name = f"decoder.layers.{model.decoder.layers[int(match[1])].layer_number - 1}.{rest}"
             named[name] = parameter
-        return named
+        order = {name: number for number, name in enumerate(self.parameters)}
+        return dict(sorted(named.items(), key=lambda one: order.get(one[0], len(order))))
 
     def read_shard(self, parameter: Parameter, index: int, count: int) -> Tensor | None:
         """Returns shard `index` of `count` in the file's dtype, reading nothing else; None for a critic's

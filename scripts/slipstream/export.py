@@ -54,9 +54,10 @@ def export_checkpoint(run: Path, folder: Path, step: int | None, dtype: Dtype | 
     # The rendezvous is a URL of a file: of a relative path torch would take the first part for a host's name.
     with tempfile.TemporaryDirectory(dir=folder.parent.resolve(), prefix=".export-") as temporary:
         dist.init_process_group("gloo", init_method=f"file://{temporary}/rendezvous", rank=0, world_size=1)
-        engine = make_engine(
-            place_on_one_rank(config, model), ModelKind.policy, lora=merge_adapters(config.learner.lora)
-        )
+        # A frozen model has no optimizer, whose state is twice as large. Adapters are trained, and are small.
+        lora = merge_adapters(config.learner.lora)
+        kind = ModelKind.frozen if lora.rank is None else ModelKind.policy
+        engine = make_engine(place_on_one_rank(config, model), kind, lora=lora)
         engine.load_state(kept[chosen].folder / "engine")
         publisher = Publisher(Path(temporary) / "model", "export", model=source)
         publisher.publish_version(chosen, engine.stream_weights())
