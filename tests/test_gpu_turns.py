@@ -427,7 +427,7 @@ def test_no_engine_works_in_the_learners_turn_which_ends_when_its_version_is_ann
 
 @pytest.mark.whole_run
 @pytest.mark.timeout(600)
-def test_a_run_goes_on_when_whoever_has_the_turn_is_killed_and_when_the_buffer_is(
+def test_a_run_goes_on_when_whoever_has_the_turn_is_killed_and_with_or_without_turns_when_it_is_resumed(
     start: Callable[..., StartedRun],
 ) -> None:
     run = start(
@@ -436,7 +436,7 @@ def test_a_run_goes_on_when_whoever_has_the_turn_is_killed_and_when_the_buffer_i
     )  # fmt: skip
     turns = open_turn_locks(run.folder.resolve(), "watcher", None, 1, on_gpus=False)
 
-    def kill_holder(role: str) -> None:
+    def find_holder(run: StartedRun, role: str) -> TurnHolder:
         found: list[TurnHolder] = []
 
         def look() -> bool:
@@ -444,24 +444,35 @@ def test_a_run_goes_on_when_whoever_has_the_turn_is_killed_and_when_the_buffer_i
             return bool(found)
 
         run.wait_for(look, f"a {role} that has the turn")
-        os.kill(found[0].pid, signal.SIGKILL)
+        return found[0]
 
     try:
         run.wait_for(lambda: run.steps() >= 2, "step 2")
-        kill_holder("generator")
-        run.wait_for(lambda: run.steps() >= 5, "step 5")
-        kill_holder("learner")
+        os.kill(find_holder(run, "generator").pid, signal.SIGKILL)
+        run.wait_for(lambda: run.steps() >= 4, "step 4")
+        os.kill(find_holder(run, "learner").pid, signal.SIGKILL)
         run.wait_for(lambda: (run.folder / "logs/buffer.log").exists() and bool(run.rewinds()), "rewind")
-        run.wait_for(lambda: run.steps() >= 9, "step 9")
+        run.wait_for(lambda: run.steps() >= 6, "step 6")
         run.lose_buffer()
-        status, said = run.finish()
+        run.wait_for(lambda: run.steps() >= 8, "step 8")
+        find_holder(run, "learner")
+        run.process.kill()
+        apart = start(f"run.resume={run.folder}", "placement.mode=apart")
+        apart.wait_for(lambda: apart.steps() >= 11, "step 11")
+        assert not turns.find_holders(), "all work at the same time"
+        apart.process.kill()
+        again = start(f"run.resume={run.folder}", "placement.mode=colocated")
+        find_holder(again, "learner")
+        find_holder(again, "generator")
+        status, said = again.finish()
     finally:
         turns.close()
     assert status == 0, said
-    summary = run.summary()
+    summary = again.summary()
     assert summary["steps"] == 16 and summary["staleness"]["max"] <= 2
     assert_accounts_close(summary)
-    run.assert_nothing_left()
+    for one in (run, apart, again):
+        one.assert_nothing_left()
 
 
 # ---- time
