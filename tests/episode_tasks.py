@@ -112,9 +112,13 @@ class CountingEnvironment:
 
 
 class FaultyEnvironment(CountingEnvironment):
-    """Fails at its second turn, in a way that the row decides."""
+    """Fails at its second turn, in a way that the row decides. Row 2 does nothing more, if it is to hang."""
 
     name = "faulty"
+
+    def __init__(self, hangs: bool = False) -> None:
+        super().__init__()
+        self._hangs = hangs
 
     def reset(self, row: Row, seed: int) -> Turn:
         self._index = row["index"]
@@ -126,7 +130,7 @@ class FaultyEnvironment(CountingEnvironment):
         turn = super().step(reply)
         if self._taken == 2:
             match self._index:
-                case 2:
+                case 2 if self._hangs:
                     time.sleep(1000)
                 case 3:
                     os._exit(3)

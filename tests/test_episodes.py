@@ -198,21 +198,29 @@ def test_every_token_of_an_episode_is_the_engines_and_rewards_stand_at_their_tur
 
 
 def test_an_environment_that_fails_in_the_middle_costs_its_group(tmp_path: Path) -> None:
-    config = make_config("FaultyEnvironment", "episodes.turn_timeout_s=1")
-    run = EpisodeRun(config, tmp_path)
+    run = EpisodeRun(make_config("FaultyEnvironment"), tmp_path)
     trained = run.train_steps()
-    run.wait_for(lambda status: len(status.quarantined) == 5)
+    run.wait_for(lambda status: len(status.quarantined) == 4)
     status = run.close()
-    assert not {1, 2, 3, 4, 5} & set(trained)
+    assert not {1, 3, 4, 5} & set(trained)
     errors = dict(status.quarantined)
     for group, part in {
         1: "role must not be assistant",
-        2: "episodes.turn_timeout_s",
         3: "exited with code 3",
         4: "RuntimeError: the sandbox is gone",
         5: "reward must be finite",
     }.items():
         assert part in errors[group], (group, errors[group])
+    assert_ledger_closes(status)
+
+
+def test_an_environment_that_hangs_in_the_middle_costs_its_group(tmp_path: Path) -> None:
+    config = make_config("FaultyEnvironment", "task.args={hangs: true}", "episodes.turn_timeout_s=1")
+    run = EpisodeRun(config, tmp_path)
+    # On a busy machine others take too long as well: fresh groups take their places.
+    assert 2 not in run.train_steps(1)
+    status = run.close()
+    assert "episodes.turn_timeout_s" in dict(status.quarantined)[2]
     assert_ledger_closes(status)
 
 

@@ -230,7 +230,16 @@ def test_nobody_waits_for_ever_and_nobody_starves_in_whatever_order_they_run(
 # ---- the models' memory
 
 
-KINDS = ("fsdp", "lora", "megatron")
+MODELS: dict[str, Callable[[Path], FsdpEngine | MegatronEngine]] = {
+    "fsdp": FsdpEngine,
+    "fsdp, critic": partial(FsdpEngine, kind=ModelKind.critic),
+    "fsdp, reference": partial(FsdpEngine, kind=ModelKind.frozen),
+    "lora": partial(FsdpEngine, lora=LoraConfig(rank=2)),
+    "megatron": MegatronEngine,
+    "megatron, critic": partial(MegatronEngine, kind=ModelKind.critic),
+    "megatron, reference": partial(MegatronEngine, kind=ModelKind.frozen),
+}
+"""All that a learner may hold. A reward model is one more policy."""
 
 
 def hold_all(engine: FsdpEngine | MegatronEngine) -> DeviceMemory:
@@ -240,47 +249,43 @@ def hold_all(engine: FsdpEngine | MegatronEngine) -> DeviceMemory:
     return memory
 
 
-def train_with_turns(model: Path, rows: list[Trajectory], kind: str) -> bool:
+def train_with_turns(model: Path, rows: list[Trajectory], name: str) -> bool:
     """Trains two engines alike, one of which is offloaded before each step and after it; returns whether they
     end with the same bits, in weights and in optimizer state."""
     batch = batch_from_arrow(pa.Table.from_batches([to_batch(rows)]))
     packed = [pack_rows(batch, range(batch.num_sequences))]
-    make = {
-        "fsdp": lambda: FsdpEngine(model),
-        "lora": lambda: FsdpEngine(model, lora=LoraConfig(rank=2)),
-        "megatron": lambda: MegatronEngine(model),
-    }[kind]
-    engines = [make(), make()]
-    memory = hold_all(engines[1])
-    for _ in engines[1].stream_weights():
+    engines = [MODELS[name](model), MODELS[name](model)]
+    memory, is_trained = hold_all(engines[1]), "reference" not in name
+    for _ in engines[1].stream_weights() if "critic" not in name else ():
         pass
     for _ in range(2):
         engines[1].offload()
-        held = [*engines[1]._list_tensors()]
-        local = [one.to_local() if isinstance(one, DTensor) else one for one in held]
-        assert memory.num_bytes_away and not any(one.untyped_storage().nbytes() for one in local)
+        assert memory.num_bytes_away
+        assert not any(one.untyped_storage().nbytes() for one in list_local_tensors(engines[1]))
         engines[1].onload()
         assert not memory.num_bytes_away
         outs = [engine.infer(packed)[0] for engine in engines]
-        assert torch.equal(*outs)
-        norms = [
-            engine.update(packed, lambda out, entropy, part: out.sum() / 100, 1e-2) for engine in engines
-        ]
-        assert norms[0] == norms[1] > 0
-    held = [list(engine._list_tensors()) for engine in engines]
-    local = [[one.to_local() if isinstance(one, DTensor) else one for one in each] for each in held]
+        assert torch.equal(*outs) and outs[0].any()
+        for engine in engines if is_trained else ():
+            assert engine.update(packed, lambda out, entropy, part: out.sum() / 100, 1e-2) > 0
+    local = map(list_local_tensors, engines)
     return all(torch.equal(a, b) for a, b in zip(*local, strict=True))
 
 
+def list_local_tensors(engine: FsdpEngine | MegatronEngine) -> list[torch.Tensor]:
+    held = engine._list_tensors()
+    return [one.to_local() if isinstance(one, DTensor) else one for one in held]
+
+
 def train_all_with_turns(world: World, model: Path, rows: list[Trajectory]) -> dict[str, bool]:
-    return {kind: train_with_turns(model, rows, kind) for kind in KINDS}
+    return {name: train_with_turns(model, rows, name) for name in MODELS}
 
 
 def test_models_that_are_offloaded_between_steps_train_to_the_same_bits(
     fixed_model: Path, trajectories: list[Trajectory], tmp_path: Path
 ) -> None:
     for same in on_ranks(2, train_all_with_turns, tmp_path, fixed_model, trajectories):
-        assert same == dict.fromkeys(KINDS, True)
+        assert same == dict.fromkeys(MODELS, True)
 
 
 def test_what_is_in_the_hosts_memory_already_is_left_there(fixed_model: Path, process_group: None) -> None:
@@ -422,7 +427,7 @@ def test_no_engine_works_in_the_learners_turn_which_ends_when_its_version_is_ann
 
 @pytest.mark.whole_run
 @pytest.mark.timeout(600)
-def test_a_run_goes_on_when_whoever_has_the_turn_is_killed_and_when_the_buffer_is(
+def test_a_run_goes_on_when_whoever_has_the_turn_is_killed_and_with_or_without_turns_when_it_is_resumed(
     start: Callable[..., StartedRun],
 ) -> None:
     run = start(
@@ -431,7 +436,7 @@ def test_a_run_goes_on_when_whoever_has_the_turn_is_killed_and_when_the_buffer_i
     )  # fmt: skip
     turns = open_turn_locks(run.folder.resolve(), "watcher", None, 1, on_gpus=False)
 
-    def kill_holder(role: str) -> None:
+    def find_holder(run: StartedRun, role: str) -> TurnHolder:
         found: list[TurnHolder] = []
 
         def look() -> bool:
@@ -439,24 +444,35 @@ def test_a_run_goes_on_when_whoever_has_the_turn_is_killed_and_when_the_buffer_i
             return bool(found)
 
         run.wait_for(look, f"a {role} that has the turn")
-        os.kill(found[0].pid, signal.SIGKILL)
+        return found[0]
 
     try:
         run.wait_for(lambda: run.steps() >= 2, "step 2")
-        kill_holder("generator")
-        run.wait_for(lambda: run.steps() >= 5, "step 5")
-        kill_holder("learner")
+        os.kill(find_holder(run, "generator").pid, signal.SIGKILL)
+        run.wait_for(lambda: run.steps() >= 4, "step 4")
+        os.kill(find_holder(run, "learner").pid, signal.SIGKILL)
         run.wait_for(lambda: (run.folder / "logs/buffer.log").exists() and bool(run.rewinds()), "rewind")
-        run.wait_for(lambda: run.steps() >= 9, "step 9")
+        run.wait_for(lambda: run.steps() >= 6, "step 6")
         run.lose_buffer()
-        status, said = run.finish()
+        run.wait_for(lambda: run.steps() >= 8, "step 8")
+        find_holder(run, "learner")
+        run.process.kill()
+        apart = start(f"run.resume={run.folder}", "placement.mode=apart")
+        apart.wait_for(lambda: apart.steps() >= 11, "step 11")
+        assert not turns.find_holders(), "all work at the same time"
+        apart.process.kill()
+        again = start(f"run.resume={run.folder}", "placement.mode=colocated")
+        find_holder(again, "learner")
+        find_holder(again, "generator")
+        status, said = again.finish()
     finally:
         turns.close()
     assert status == 0, said
-    summary = run.summary()
+    summary = again.summary()
     assert summary["steps"] == 16 and summary["staleness"]["max"] <= 2
     assert_accounts_close(summary)
-    run.assert_nothing_left()
+    for one in (run, apart, again):
+        one.assert_nothing_left()
 
 
 # ---- time

@@ -36,8 +36,9 @@ from configs.model import Dtype
 from learners import heads
 from learners.engine import ModelKind
 from learners.fsdp import FsdpEngine
+from learners.layout_rules import ParallelSizes
 from learners.megatron.engine import MegatronEngine
-from learners.megatron.model import ParallelSizes, find_problems
+from learners.megatron.model import find_problems
 from learners.megatron.names import ParameterNames
 from learners.model_files import ModelFiles
 from learners.packing import Packed, pack_share
@@ -481,7 +482,8 @@ def test_what_megatron_cannot_have_is_refused_at_the_start(folder: Path, tmp_pat
     assert "3 · 4 · 3 for 12" in found and "3 · 4 · 5 for 12" in found
     found = "\n".join(find_problems(config, ParallelSizes(2, context_parallel=4), 8))
     assert "context_parallel must divide the attention heads of a tensor-parallel rank, got 4 for 2" in found
-    config.sliding_window = 8  # of all layers: this family has no list of their kinds
+    # Of all layers: this family has no list of their kinds.
+    config.use_sliding_window, config.sliding_window = True, 8
     assert find_problems(config, ParallelSizes(), 1) == ["sliding_window of model.path must be none, got 8"]
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SMALL, attention_bias=True)).save_pretrained(tmp_path)

@@ -15,10 +15,10 @@ from transformers import AutoConfig
 from configs.load import load_config
 from configs.parallel import MegatronConfig
 from configs.sizes import count_sizes, read_sizes
-from learners.layout_rules import find_layout_problems
+from learners.layout_rules import ParallelSizes, find_layout_problems
 from learners.megatron.engine import MegatronEngine
 from learners.megatron.memory import MegatronRank, count_rank_parts, count_stage_sizes, count_state_elements
-from learners.megatron.model import ParallelSizes, find_problems
+from learners.megatron.model import find_problems
 from learners.packing import Packed, pack_share
 from learners.world import World
 from slipstream.plan_search import apply_changes
@@ -169,6 +169,7 @@ def test_layouts_are_refused_as_megatron_refuses_them(name: str) -> None:
                 theirs = find_problems(loaded, ParallelSizes(tensor, pipeline, expert), ranks)
                 ours = find_layout_problems(config, PUBLIC_MODELS[name])
                 assert sorted(ours) == sorted(theirs)
+                assert find_layout_problems(config, loaded.to_dict()) == ours, "as transformers writes it"
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,7 @@ ENGINE_ROWS = {
     "fsdp 2, two hosts": EngineRow("fsdp", 2, num_hosts=2),
     "megatron TP2, two hosts": EngineRow("megatron", 2, "qwen3", {"tensor_parallel": 2}, num_hosts=2),
     "megatron PP2, two hosts": EngineRow("megatron", 2, "llama", {"pipeline_parallel": 2}, num_hosts=2),
+    "megatron CP2, two hosts": EngineRow("megatron", 2, "qwen3", {"context_parallel": 2}, num_hosts=2),
     "fsdp 2, branches": EngineRow("fsdp", 2, branched=True),
     "ulysses 2, branches": EngineRow("fsdp", 2, "qwen3", {"sequence_parallel": 2}, branched=True),
     "megatron TP2, branches": EngineRow("megatron", 2, "qwen3", {"tensor_parallel": 2}, branched=True),

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from learners.megatron.model import ParallelSizes
+from learners.layout_rules import ParallelSizes
 from learners.megatron.names import Parameter, ParameterNames
 
 STATE_KEYS = ("param", "exp_avg", "exp_avg_sq")

@@ -30,6 +30,7 @@ from configs.model import Dtype
 from learners.checkpoint import StateWriter
 from learners.device_memory import DeviceMemory
 from learners.engine import LossFn, ModelKind, Share
+from learners.layout_rules import ParallelSizes
 from learners.megatron import stand_ins
 from learners.megatron.checkpoint import (
     STATE_KEYS,
@@ -40,7 +41,7 @@ from learners.megatron.checkpoint import (
     write_rank_file,
 )
 from learners.megatron.columns import stream_columns
-from learners.megatron.model import MegatronModel, ParallelSizes, find_problems, make_transformer_config
+from learners.megatron.model import MegatronModel, find_problems, make_transformer_config
 from learners.megatron.names import Parameter, ParameterNames, ShardLayout
 from learners.megatron.routers import watch_routers
 from learners.model_source import ModelSource

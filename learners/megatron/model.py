@@ -1,7 +1,6 @@
 """A Hugging Face model built from Megatron-core's layers: one rank's part, with log-probabilities or values
 at its end."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,29 +20,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from learners import heads
 from learners.flops import head_dim
+from learners.layout_rules import ParallelSizes, find_megatron_problems
 from learners.megatron import stand_ins
 from learners.packing import Packed, pad_packed
 from learners.routing import ForwardPass
 from learners.sequence_ranks import OwnTokens, join_outputs
-
-SUPPORTED_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-SUPPORTED_ROPES = ("default", "linear", "llama3")
-
-
-@dataclass(frozen=True, slots=True)
-class ParallelSizes:
-    """Numbers of ranks that divide one model between them; see `configs.parallel.MegatronConfig`."""
-
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    expert_parallel: int = 1
-    context_parallel: int = 1
-
-    @property
-    def expert_tensor_parallel(self) -> int:
-        """Number of ranks that divide one expert: none is divided where the experts are dealt out to ranks
-        already."""
-        return 1 if self.expert_parallel > 1 else self.tensor_parallel
 
 
 def find_problems(config: Any, sizes: ParallelSizes, world: int) -> list[str]:
@@ -51,60 +32,16 @@ def find_problems(config: Any, sizes: ParallelSizes, world: int) -> list[str]:
 
     `config`: Hugging Face's.
     """
-    if config.model_type not in SUPPORTED_FAMILIES:
-        return [
-            f"model_type of model.path must be one of {', '.join(SUPPORTED_FAMILIES)} (Megatron), "
-            f"got {config.model_type}"
-        ]
-    tensor, pipeline, expert = sizes.tensor_parallel, sizes.pipeline_parallel, sizes.expert_parallel
-    context = sizes.context_parallel
-    found = []
-
-    def require_divisor(field: str, value: int, what: str, number: int) -> None:
-        if number % value:
-            found.append(f"learner.megatron.{field} must divide {what}, got {value} for {number}")
-
-    require_divisor("tensor_parallel", tensor, "the number of attention heads", config.num_attention_heads)
-    require_divisor("tensor_parallel", tensor, "the number of key-value heads", config.num_key_value_heads)
-    require_divisor("tensor_parallel", tensor, "the size of the vocabulary", config.vocab_size)
-    require_divisor("tensor_parallel", tensor, "the intermediate size", config.intermediate_size)
-    require_divisor("pipeline_parallel", pipeline, "the number of layers", config.num_hidden_layers)
-    if config.num_attention_heads % tensor == 0:
-        per_rank = config.num_attention_heads // tensor
-        require_divisor(
-            "context_parallel", context, "the attention heads of a tensor-parallel rank", per_rank
+    tensor, pipeline = sizes.tensor_parallel, sizes.pipeline_parallel
+    return find_megatron_problems(sizes, config.to_dict()) + [
+        f"learner.megatron.tensor_parallel · pipeline_parallel · {key} must divide "
+        f"learner.ranks, got {tensor} · {pipeline} · {size} for {world}"
+        for key, size in (
+            ("expert_parallel", sizes.expert_parallel),
+            ("context_parallel", sizes.context_parallel),
         )
-    if experts := getattr(config, "num_experts", 0):
-        require_divisor("expert_parallel", expert, "the number of experts", experts)
-        require_divisor(
-            "tensor_parallel", tensor, "the intermediate size of an expert", config.moe_intermediate_size
-        )
-    elif expert != 1:
-        found.append(f"learner.megatron.expert_parallel must be 1 for a model without experts, got {expert}")
-    if world % (tensor * pipeline * expert):
-        found.append(
-            "learner.megatron.tensor_parallel · pipeline_parallel · expert_parallel must divide "
-            f"learner.ranks, got {tensor} · {pipeline} · {expert} for {world}"
-        )
-    if world % (tensor * pipeline * context):
-        found.append(
-            "learner.megatron.tensor_parallel · pipeline_parallel · context_parallel must divide "
-            f"learner.ranks, got {tensor} · {pipeline} · {context} for {world}"
-        )
-    if config.hidden_act != "silu":
-        found.append(f"hidden_act of model.path must be silu, got {config.hidden_act}")
-    if config.rope_parameters["rope_type"] not in SUPPORTED_ROPES:
-        found.append(
-            f"rope_type of model.path must be one of {SUPPORTED_ROPES}, "
-            f"got {config.rope_parameters['rope_type']}"
-        )
-    if (part := config.rope_parameters.get("partial_rotary_factor", 1.0)) != 1.0:
-        found.append(f"partial_rotary_factor of model.path must be 1, got {part}")
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        found.append("layer_types of model.path must be full_attention, got sliding_attention")
-    elif config.model_type == "qwen3_moe" and config.sliding_window is not None:  # of all its layers
-        found.append(f"sliding_window of model.path must be none, got {config.sliding_window}")
-    return found
+        if world % (tensor * pipeline * size)
+    ]
 
 
 def make_transformer_config(

@@ -187,7 +187,7 @@ class HostFaults:
                 stopped += more
                 for process in more:
                     with contextlib.suppress(psutil.NoSuchProcess):
-                        process.suspend()
+                        suspend(process)
             self.run.sleep(self.draw_long())
         finally:
             for process in stopped:
@@ -301,8 +301,8 @@ class HostFaults:
         return found[self.victim]
 
     def stop_process(self, process: psutil.Process, seconds: float) -> float:
-        process.suspend()
         try:
+            suspend(process)
             await_sight(lambda: is_stopped(process), f"{process} goes on after SIGSTOP")
             self.run.sleep(seconds)
             if not is_stopped(process):
@@ -417,13 +417,30 @@ def await_sight(shows: Callable[[], bool], otherwise: str) -> None:
         time.sleep(0.005)
 
 
+def suspend(process: psutil.Process) -> None:
+    """Stops a process, and before it what has sent it to its host.
+
+    nsenter sees that its program is stopped, stops itself, and continues the program as soon as it goes on
+    itself (`continue_as_child` of util-linux): a moment after `go_on`, it would end the next stop.
+    """
+    if (sender := find_sender(process)) is not None:
+        sender.suspend()
+        await_sight(lambda: stand_still(sender), f"{sender} goes on after SIGSTOP")
+    process.suspend()
+
+
 def go_on(process: psutil.Process) -> None:
-    """Continues a stopped process. What has sent a command to its host has stopped with it."""
+    """Continues a process that `suspend` has stopped."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process.resume()
-        sender = process.parent()
-        if sender is not None and sender.name() == SENDER:
+        if (sender := find_sender(process)) is not None:
             sender.resume()
+
+
+def find_sender(process: psutil.Process) -> psutil.Process | None:
+    """Returns what has sent a command to its host; None for a process that was not sent."""
+    sender = process.parent()
+    return sender if sender is not None and sender.name() == SENDER else None
 
 
 def stand_still(process: psutil.Process) -> bool:
