@@ -287,10 +287,12 @@ def test_an_aborted_sample_returns_what_it_had_and_the_others_go_on(untied: Engi
 
 def test_a_sample_that_the_model_cannot_take_is_refused_with_the_numbers(tied: EngineRig) -> None:
     tied.load_model(0)
-    with pytest.raises(ValueError, match="max_model_len=160 tokens, got 150 . 11"):
+    with pytest.raises(ValueError, match="max_model_len=160, got 150 . 11"):
         tied.add_sample([2] * 150, 11, seed=0)
     with pytest.raises(ValueError, match="got 0 . 5"):
         tied.add_sample([], 5, seed=0)
+    with pytest.raises(ValueError, match="each be at least 1 token, .* got 3 . 0"):
+        tied.add_sample([2] * 3, 0, seed=0)
     with pytest.raises(ValueError, match="token ids in 0 .. 79, got 2 .. 80"):
         tied.add_sample([2, 80], 5, seed=0)
     assert tied.engine.num_unfinished == 0

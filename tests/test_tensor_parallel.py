@@ -31,8 +31,10 @@ from sync.manifest import DigestMismatch, EngineMismatch, Manifest
 from sync.publisher import Publisher
 from sync.rank_answers import read_answers
 from sync.rank_errors import ErrorNote, RankErrors
-from sync.snapshot import Snapshot
+from sync.snapshot import Snapshot, read_manifest
 from sync.stream import whole_parts
+from sync.transports.fetcher import Fetcher
+from sync.transports.server import SnapshotServer
 
 TOLERANCE = 1e-5
 """Largest difference between log-probabilities of one and of two ranks. They sum in another order; wrong
@@ -231,6 +233,60 @@ def test_damage_and_loss_are_found_before_any_rank_is_touched(pair: Pair) -> Non
         pair.two.load_version(Snapshot(small))
     assert pair.two.version == held.version
     pair.two.check_held(held)
+
+
+def test_a_version_from_another_host_is_fetched_once_for_all_ranks_and_each_copies_its_parts_alone(
+    pair: Pair, tmp_path: Path
+) -> None:
+    manifest = pair.versions[1]
+    server = SnapshotServer(Path(manifest.path).parent, "tcp://127.0.0.1:0")
+    fetcher = Fetcher(tmp_path / "host")
+    try:
+        found = fetcher.fetch_version(server.address, Path(manifest.locator).name, digest=manifest.digest)
+        fetched = Snapshot(read_manifest(found, manifest.digest))
+        pair.do_on_ranks(rank_faults.count_bytes)
+        pair.two.load_version(fetched)
+        pair.two.check_held(manifest)
+        copied = pair.do_on_ranks(rank_faults.read_count)
+        assert fetcher.bytes_received == manifest.num_bytes
+    finally:
+        fetcher.close()
+        server.close()
+    sizes = {entry.name: Snapshot(manifest).view_tensor(entry.name).nbytes for entry in manifest.tensors}
+    kept = {name: size for name, size in sizes.items() if ".experts." not in name}
+    whole = {name: size for name, size in kept.items() if "norm" in name or name.endswith("mlp.gate.weight")}
+    # Of 96 rows of the vocabulary rank 0 has 64.
+    rows = sum(size for name, size in kept.items() if name in ("model.embed_tokens.weight", "lm_head.weight"))
+    halves = (sum(kept.values()) - sum(whole.values()) - rows) // 2 + sum(whole.values())
+    assert copied == [halves + rows * 2 // 3, halves + rows // 3]
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+def test_four_ranks_share_heads_of_keys_and_values_as_vllms_own_loader_does(
+    pair: Pair, num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two heads are held by two ranks each, one by all four. `pair` has made this process one of vLLM's."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers import linear
+
+    from sync.vllm_plugin import _find_slices
+
+    names = {"q": 8, "k": num_kv_heads, "v": num_kv_heads}
+    published = {name: torch.randn(heads * 16, 32) for name, heads in names.items()}
+    monkeypatch.setattr(linear, "get_tensor_model_parallel_world_size", lambda: 4)
+    for rank in range(4):
+        monkeypatch.setattr(linear, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+        with set_current_vllm_config(VllmConfig()):
+            layer = linear.QKVParallelLinear(32, 16, 8, num_kv_heads, bias=False, params_dtype=torch.float32)
+        layer.weight.data.fill_(torch.nan)
+        for name, tensor in published.items():
+            layer.weight.weight_loader(layer.weight, tensor, name)
+        cut = [
+            piece
+            for tensor, held in zip(published.values(), _find_slices(layer, "weight"), strict=True)
+            for piece in held.cut_tensor(tensor)
+        ]
+        assert torch.equal(torch.cat(cut), layer.weight.data)
 
 
 def test_workers_share_nothing_by_a_name_and_signals_do_not_end_them(pair: Pair) -> None:
