@@ -17,7 +17,7 @@ NAMES_VARIABLE = "VLLM_RPC_BASE_PATH"
 """vLLM's environment variable of the folder that the engine's processes share."""
 FILE = "errors"
 MAX_CHARACTERS = 20_000
-"""Of the report of an error, from its end."""
+"""Longest message and report of an error. A report keeps its end."""
 NOTICED_S = 1.0
 """Seconds after which a rank that has met an error ends: another that was killed, which may be the cause, is
 found dead first."""
