@@ -33,14 +33,29 @@ def check_group_size(config: Config, routing: ExpertsShape) -> None:
 
     Each of its attempts would fail, and the run would train short groups only.
     """
-    num_tokens = config.learner.samples_per_prompt * config.generators.max_model_len
+    longest, words = _find_longest_trajectory(config)
+    num_tokens = config.learner.samples_per_prompt * longest
     most = int(m.MAX_PAYLOAD_BYTES / (LEAST_TOKEN_BYTES + 2 * routing.per_token))
     if num_tokens > most:
         raise ValueError(
-            f"learner.samples_per_prompt × generators.max_model_len must be at most {most:,} tokens (a group "
+            f"learner.samples_per_prompt × {words} must be at most {most:,} tokens (a group "
             f"travels in one message of at most {m.MAX_PAYLOAD_BYTES >> 20} MiB, and "
             f"learner.moe.router_replay adds {2 * routing.per_token} bytes to each token), got {num_tokens:,}"
         )
+
+
+def _find_longest_trajectory(config: Config) -> tuple[int, str]:
+    """Returns the most tokens that a trajectory of the run's task can hold, and the keys that say so. A task
+    of rows leaves out longer prompts, and has one reply; any other may fill a context."""
+    context, limit = config.generators.max_model_len, config.data.max_prompt_tokens
+    if config.task.name != "dataset":
+        return context, "generators.max_model_len"
+    if limit is None:
+        return context, "generators.max_model_len (less where data.max_prompt_tokens is set)"
+    whole = limit + config.sampling.max_tokens
+    if whole < context:
+        return whole, "(data.max_prompt_tokens + sampling.max_tokens)"
+    return context, "generators.max_model_len"
 
 
 def check_bounds(request: m.Request, buffer: Buffer, config: Config) -> None:

@@ -55,12 +55,12 @@ class Completion:
 
 
 def check_sample(sample: Sample, max_model_len: int, vocabulary: int) -> None:
-    """Raises ValueError for a sample whose prompt a model cannot take."""
-    needed = len(sample.prompt) + sample.max_tokens
-    if not sample.prompt or needed > max_model_len:
+    """Raises ValueError for a sample that a model cannot take."""
+    length = len(sample.prompt)
+    if length < 1 or sample.max_tokens < 1 or length + sample.max_tokens > max_model_len:
         raise ValueError(
-            f"prompt + max_tokens must be 1 .. generators.max_model_len={max_model_len} tokens, "
-            f"got {len(sample.prompt)} + {sample.max_tokens}"
+            "prompt and max_tokens must each be at least 1 token, and together at most "
+            f"generators.max_model_len={max_model_len}, got {length} + {sample.max_tokens}"
         )
     if not 0 <= min(sample.prompt) <= max(sample.prompt) < vocabulary:
         found = f"{min(sample.prompt)} .. {max(sample.prompt)}"

@@ -3,6 +3,7 @@
 import logging
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from buffers import messages as m
 from buffers.client import BufferClient
@@ -124,7 +125,9 @@ def make_engine(config: Config, seed: int, shares_gpu: bool = False) -> Engine:
             cv=simulated.cv,
         )
     if config.generators.engine is EngineKind.transformers:
-        return _make_transformers_engine(config)
+        from generators.transformers_engine import TransformersEngine
+
+        return TransformersEngine(**_read_engine_settings(config))
     # Imported here, because importing vLLM takes seconds and changes torch.
     from generators.vllm_engine import VllmEngine
 
@@ -132,46 +135,35 @@ def make_engine(config: Config, seed: int, shares_gpu: bool = False) -> Engine:
     check_heads(Path(config.model.path), tensor_parallel)
     sleeps = config.placement.mode is PlacementMode.colocated
     return VllmEngine(
-        config.model.path,
-        dtype=config.model.dtype,
         tensor_parallel=tensor_parallel,
-        max_model_len=config.generators.max_model_len,
-        # Beside the rollouts there is room for the parity probe, which so waits for none of them.
-        max_sequences=config.generators.max_sequences + len(probe_lengths(config)),
-        kv_cache_mb=config.generators.kv_cache_mb,
         prefix_cache=config.generators.prefix_cache,
-        kv_cache=config.sync.kv_cache,
-        temperature=config.sampling.temperature,
-        top_p=config.sampling.top_p,
-        top_k=config.sampling.top_k,
-        min_p=config.sampling.min_p,
         seed=seed,
-        gpu_memory_fraction=config.generators.gpu_memory_fraction,
         shares_gpu=shares_gpu,
         record_experts=config.learner.moe.router_replay,
         # A sleeping engine can receive nothing on its GPU.
         transfer=None if sleeps or tensor_parallel > 1 else config.sync.transport.row.vllm_engine,
         sleeps=sleeps,
+        **_read_engine_settings(config),
     )
 
 
-def _make_transformers_engine(config: Config) -> Engine:
-    from generators.transformers_engine import TransformersEngine
-
-    return TransformersEngine(
-        config.model.path,
-        dtype=config.model.dtype,
-        max_model_len=config.generators.max_model_len,
-        # With room for the parity probe, as vLLM has.
-        max_sequences=config.generators.max_sequences + len(probe_lengths(config)),
-        kv_cache_mb=config.generators.kv_cache_mb,
-        kv_cache=config.sync.kv_cache,
-        temperature=config.sampling.temperature,
-        top_p=config.sampling.top_p,
-        top_k=config.sampling.top_k,
-        min_p=config.sampling.min_p,
-        gpu_memory_fraction=config.generators.gpu_memory_fraction,
-    )
+def _read_engine_settings(config: Config) -> dict[str, Any]:
+    """Returns the arguments that every engine with a model takes."""
+    generators, sampling = config.generators, config.sampling
+    return {
+        "model": config.model.path,
+        "dtype": config.model.dtype,
+        "max_model_len": generators.max_model_len,
+        # Beside the rollouts there is room for the parity probe, which so waits for none of them.
+        "max_sequences": generators.max_sequences + len(probe_lengths(config)),
+        "kv_cache_mb": generators.kv_cache_mb,
+        "gpu_memory_fraction": generators.gpu_memory_fraction,
+        "kv_cache": config.sync.kv_cache,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+    }
 
 
 def make_episodes(config: Config) -> Episodes:

@@ -23,6 +23,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from generators.engine import EngineDied
 from generators.worker_names import WorkerNames
 from sync.rank_answers import read_answers
+from sync.rank_errors import NAMES_VARIABLE, RankErrors
 
 TOLD_S = 2.0
 """Seconds in which the death of a worker is noticed, after another error that it may have caused."""
@@ -38,14 +39,17 @@ class WorkerProcesses(MultiprocExecutor):
 
     death = ""
     """The sentence about the worker that has died first, or about workers that do not answer."""
+    was_killed = False
+    """True when that worker has not ended by itself."""
 
     def _init_executor(self) -> None:
         self._died = threading.Event()
         # Before multiprocessing waits for its children at the end of this process.
         atexit.register(_shut_down, weakref.ref(self))
         self._names = WorkerNames()
+        self._errors = RankErrors(self._names.folder)
         inherited = {
-            "VLLM_RPC_BASE_PATH": str(self._names.folder),
+            NAMES_VARIABLE: str(self._names.folder),
             # All ranks are on this host, whatever its name leads to.
             "GLOO_SOCKET_IFNAME": "lo",
             "NCCL_SOCKET_IFNAME": "lo",
@@ -60,8 +64,8 @@ class WorkerProcesses(MultiprocExecutor):
             super()._init_executor()
         except BaseException as error:
             self._names.remove()
-            if isinstance(error, Exception) and self.death:
-                raise EngineDied(self.death) from error
+            if isinstance(error, Exception) and (cause := self._find_cause()):
+                raise cause from error
             raise
         finally:
             tempfile.tempdir = before
@@ -82,7 +86,7 @@ class WorkerProcesses(MultiprocExecutor):
             worker = next(worker for worker in workers if worker.proc.sentinel in dead)
             worker.proc.join()
             # Before the others are killed: what they hold of their GPUs may take long to be freed.
-            executor.death = executor.death or describe_death(worker.rank, worker.proc)
+            executor._note_death(worker.rank, worker.proc)
             executor.is_failed = True
             executor.shutdown()
             executor._died.set()
@@ -98,12 +102,25 @@ class WorkerProcesses(MultiprocExecutor):
                 # Its files are closed a moment before its exit status is there.
                 process.join(ENDED_S if process.sentinel in ended else 0)
             killed = [rank for rank, process in enumerate(worker_procs) if (process.exitcode or 0) < 0]
-            if killed and not self.death:
-                self.death = describe_death(killed[0], worker_procs[killed[0]])
+            if killed:
+                self._note_death(killed[0], worker_procs[killed[0]])
         for process in worker_procs:
             process.kill()
         for process in worker_procs:
             process.join()
+
+    def _note_death(self, rank: int, process: BaseProcess) -> None:
+        """Notes the worker that has died first."""
+        if not self.death:
+            self.was_killed = (process.exitcode or 0) < 0
+            self.death = describe_death(rank, process)
+
+    def _find_cause(self) -> Exception | None:
+        """Returns the error that explains any other: a worker was killed, or one has met an error, or has
+        ended all the same. None where nothing has happened to any."""
+        if not self.was_killed and (first := self._errors.read_first()) is not None:
+            return first.make_error()
+        return EngineDied(self.death) if self.death else None
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -132,7 +149,7 @@ class WorkerProcesses(MultiprocExecutor):
     @contextlib.contextmanager
     def naming_dead(self) -> Iterator[None]:
         """Raises EngineDied in the place of an error that the death of a worker has caused, or its silence:
-        the workers are killed then."""
+        the workers are killed then. Where a worker has met an error before, it raises that."""
         try:
             yield
         except EngineDied:
@@ -145,8 +162,9 @@ class WorkerProcesses(MultiprocExecutor):
             self._died.set()
             raise EngineDied(self.death) from error
         except Exception as error:
-            if self._died.wait(TOLD_S) or self.death:
-                raise EngineDied(self.death) from error
+            self._died.wait(TOLD_S)
+            if cause := self._find_cause():
+                raise cause from error
             raise
 
 

@@ -137,6 +137,7 @@ class EngineLayout:
             if merged is not None and merged.shape == parameter.shape:
                 parameter.data = merged
             else:
+                own_memory(parameter)
                 for name in names:
                     held[name] = copy_and_digest(snapshot.view_tensor(name), self._view_tensor(name))
         held |= {name: self._write_tensor(name, snapshot.view_tensor(name)) for name in self._experts}
@@ -145,6 +146,8 @@ class EngineLayout:
 
     def copy_snapshot(self, snapshot: Snapshot) -> dict[str, str]:
         """Copies each tensor to where it belongs; returns the digests of what is there."""
+        for parameter, _ in self._parts:
+            own_memory(parameter)
         if snapshot.manifest.num_bytes < FEW_BYTES:
             held = {name: self._write_tensor(name, source) for name, source in snapshot.named_tensors()}
         else:
@@ -275,6 +278,14 @@ def _derive_matrices(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _restore_kv_b_proj(module: Any) -> torch.Tensor:
     """Returns the `kv_b_proj` [heads · (P + V), L] that the derived matrices come from."""
     return torch.cat([module.W_UK_T.data, module.W_UV.data.transpose(1, 2)], 1).flatten(0, 1)
+
+
+def own_memory(parameter: torch.Tensor) -> None:
+    """Gives a parameter that lies in a snapshot's memory some of its own, to be written to: that of the
+    snapshot is unmapped with the next version. A snapshot's memory is the only one that torch has not
+    allocated."""
+    if not parameter.untyped_storage().resizable():
+        parameter.data = torch.empty_like(parameter)
 
 
 def copy_and_digest(source: torch.Tensor, place: torch.Tensor) -> str:

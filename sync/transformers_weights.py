@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from sync.digest import tensor_digests
-from sync.engine_layout import copy_and_digest
-from sync.manifest import DigestMismatch, EngineMismatch, Manifest, TensorEntry, dtype_name
-from sync.snapshot import Snapshot, expect_digests
+from sync.engine_layout import copy_and_digest, own_memory
+from sync.manifest import DigestMismatch, Manifest, TensorEntry, dtype_name
+from sync.snapshot import Snapshot
 from sync.stream import list_saved_buffers
-from sync.weight_source import WeightSource
+from sync.weight_source import WeightSource, load_attested
 
 PROBE_COLUMNS = 2
 """Columns of the stand-in for a stacked parameter. With one, transformers would drop the dimension."""
@@ -55,15 +55,10 @@ class TransformersWeights:
         """The snapshot in whose memory parameters lie, perhaps."""
 
     def load_version(self, source: WeightSource, mapped: bool = True) -> None:
-        """Takes up a version. `mapped`: on a CPU, parameters may be the snapshot's own memory.
-
-        Raises, the parameters untouched, FileNotFoundError when the version is gone and DigestMismatch when
-        it is not what was published or does not fit the model; EngineMismatch, the parameters in an unknown
-        state, when they do not end up with the published digests.
-        """
+        """Takes up a version, and raises, as `load_attested` does. `mapped`: on a CPU, parameters may use the
+        snapshot's own memory."""
         self._may_map = mapped
-        held = source.load_into(self)
-        expect_digests(source.manifest, held, "the engine", EngineMismatch)
+        load_attested(source, self)
 
     @property
     def is_on_cpu(self) -> bool:
@@ -113,6 +108,7 @@ class TransformersWeights:
             elif self._may_map and place.is_whole:
                 place.holder.data, held[entry.name] = tensor, entry.digest
             else:
+                own_memory(place.holder)
                 held[entry.name] = copy_and_digest(tensor, place.view())
         # Every parameter has been replaced or written, so none lies in the memory of the version before.
         if before is not None and before is not snapshot:

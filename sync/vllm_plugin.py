@@ -28,12 +28,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from sync.engine_layout import EngineLayout, ModelStructure
 from sync.experts import ExpertLayer
-from sync.manifest import EngineMismatch, Manifest
+from sync.manifest import Manifest
 from sync.rank_slices import RankSlice
 from sync.routed_experts import RoutedExpertsRecord
-from sync.snapshot import Snapshot, expect_digests
+from sync.snapshot import Snapshot
 from sync.steady_linear import steady_linear
-from sync.weight_source import WeightSource
+from sync.weight_source import WeightSource, load_attested
 
 
 def keep_weights_unpacked() -> None:
@@ -98,15 +98,10 @@ class WeightSync:
         return self._routed_experts.take_experts(request)
 
     def load_version(self, source: WeightSource, mapped: bool = True) -> None:
-        """Takes up a version. `mapped`: on a CPU, parameters may use the snapshot's own memory.
-
-        Raises, the parameters untouched, FileNotFoundError when the version is gone and DigestMismatch when
-        it is not what was published or does not fit the model; EngineMismatch, the parameters in an unknown
-        state, when they do not end up with the published digests.
-        """
+        """Takes up a version, and raises, as `load_attested` does. `mapped`: on a CPU, parameters may use the
+        snapshot's own memory."""
         self._may_map = mapped
-        held = source.load_into(self)
-        expect_digests(source.manifest, held, "the engine", EngineMismatch)
+        load_attested(source, self)
 
     @property
     def is_on_cpu(self) -> bool:

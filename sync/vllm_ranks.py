@@ -11,12 +11,14 @@ it builds the model. Written against vLLM 0.32.
 """
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import select
 import signal
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,9 +26,11 @@ import torch._dynamo
 import vllm._custom_ops as ops
 from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
 from vllm.platforms import current_platform
+from vllm.v1.executor.multiproc_executor import WorkerProc
 
 from sync.manifest import EngineMismatch
 from sync.rank_answers import RankAnswer, answer_call
+from sync.rank_errors import NAMES_VARIABLE, ErrorNote
 from sync.snapshot import Snapshot, read_manifest
 from sync.vllm_plugin import WeightSync, keep_weights_unpacked
 
@@ -42,6 +46,9 @@ def prepare_worker() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None, "a worker has been started by its engine"
     threading.Thread(target=_end_with, args=(parent.pid,), daemon=True, name="engine-watch").start()
+    rank = int(multiprocessing.current_process().name.rpartition("-")[2])
+    # The logger of vLLM's loop, which keeps all errors to itself.
+    logging.getLogger(WorkerProc.__module__).addHandler(ErrorNote(Path(os.environ[NAMES_VARIABLE]), rank))
     if current_platform.is_cpu():
         # vLLM compiles one line of its sampler otherwise.
         torch._dynamo.config.disable = True

@@ -2,8 +2,8 @@
 
 from typing import Any, Protocol
 
-from sync.manifest import Manifest
-from sync.snapshot import SnapshotLoader
+from sync.manifest import EngineMismatch, Manifest
+from sync.snapshot import SnapshotLoader, expect_digests
 
 
 class EngineWeights(SnapshotLoader, Protocol):
@@ -57,3 +57,13 @@ class WeightSource(Protocol):
         it is not what was published or does not fit the model.
         """
         ...
+
+
+def load_attested(source: WeightSource, engine: EngineWeights) -> None:
+    """Puts a version into an engine, and compares what the engine then holds with what was published.
+
+    Raises, the parameters untouched, FileNotFoundError when the version is gone and DigestMismatch when it is
+    not what was published or does not fit the model; EngineMismatch, the parameters in an unknown state, when
+    they do not end up with the published digests.
+    """
+    expect_digests(source.manifest, source.load_into(engine), "the engine", EngineMismatch)

@@ -15,6 +15,7 @@ from engine_rig import END, TOLERANCE, EngineRig, make_prompts
 from transformers import DynamicCache
 
 from generators.engine import Completion, Sample
+from sync import snapshot
 from sync.manifest import DigestMismatch, Manifest
 from sync.snapshot import Snapshot
 
@@ -129,11 +130,14 @@ def test_the_same_snapshot_may_be_taken_up_again(tied: EngineRig) -> None:
 def test_copied_weights_are_sampled_from_as_mapped_ones_are(
     tied: EngineRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(snapshot, "unmap_gradually", snapshot._unmap_pieces)
     found = []
     for mapped in (True, False, True):
         monkeypatch.setattr(tied.engine, "_map_weights", mapped)
-        tied.load_model(0)
-        tied.load_model(1)
+        for model in (0, 1):
+            manifest = tied.load_model(model)
+            # What is written lies in no memory of a version before, which is gone by now.
+            assert tied.engine.held_digests(manifest) == {e.name: e.digest for e in manifest.tensors}
         sample = tied.add_sample(make_prompts(1)[0], 20, seed=3)
         found.append((done := tied.finish_samples()[sample.id]).tokens + done.logprobs)
     assert found[0] == found[1] == found[2]
@@ -283,10 +287,12 @@ def test_an_aborted_sample_returns_what_it_had_and_the_others_go_on(untied: Engi
 
 def test_a_sample_that_the_model_cannot_take_is_refused_with_the_numbers(tied: EngineRig) -> None:
     tied.load_model(0)
-    with pytest.raises(ValueError, match="max_model_len=160 tokens, got 150 . 11"):
+    with pytest.raises(ValueError, match="max_model_len=160, got 150 . 11"):
         tied.add_sample([2] * 150, 11, seed=0)
     with pytest.raises(ValueError, match="got 0 . 5"):
         tied.add_sample([], 5, seed=0)
+    with pytest.raises(ValueError, match="each be at least 1 token, .* got 3 . 0"):
+        tied.add_sample([2] * 3, 0, seed=0)
     with pytest.raises(ValueError, match="token ids in 0 .. 79, got 2 .. 80"):
         tied.add_sample([2, 80], 5, seed=0)
     assert tied.engine.num_unfinished == 0

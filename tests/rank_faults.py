@@ -1,5 +1,5 @@
 """Faults inside the worker processes of an engine of several GPUs. vLLM calls these functions there, on every
-rank; they do something on rank 1 alone."""
+rank; they do something on rank 1 alone, or say what all do."""
 
 from typing import Any
 
@@ -63,3 +63,20 @@ def load_by_vllm(worker: Any, locator: str, digest: str) -> RankAnswer:
         return [name for name in published if published[name] != held[name]]
 
     return answer_call(compare)
+
+
+def count_bytes(worker: Any) -> None:
+    """Counts from now on, on every rank, the bytes of the file that are copied as parts."""
+
+    def copy(pieces: list[torch.Tensor], place: torch.Tensor) -> tuple[str, str]:
+        worker.copied_bytes += sum(piece.nbytes for piece in pieces)
+        return rank_slices.copy_pieces(pieces, place)
+
+    worker.copied_bytes = 0
+    sync.engine_layout.copy_pieces = copy
+
+
+def read_count(worker: Any) -> int:
+    """Returns the count, and ends it."""
+    heal(worker)
+    return int(worker.copied_bytes)

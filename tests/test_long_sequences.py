@@ -297,3 +297,22 @@ def test_a_group_that_no_message_holds_is_refused_before_anything_starts() -> No
     check_group_size(config, ExpertsShape())
     with pytest.raises(ValueError, match=r"at most 344,092 tokens \(a group .* 768 bytes .* got 2,097,152"):
         check_group_size(config, ExpertsShape(48 * 8, 128))
+
+
+def test_rows_whose_prompts_are_limited_need_room_for_those_and_a_reply() -> None:
+    rows = ["task=dataset", "data.train=x.jsonl", f"generators.max_model_len={WHOLE}"]
+    for limit, reply, refused in (
+        (1000, 20_000, None),
+        (2000, 20_000, "352,000"),
+        (None, 20_000, "2,097,152"),
+    ):
+        more = [
+            f"data.max_prompt_tokens={'null' if limit is None else limit}",
+            f"sampling.max_tokens={reply}",
+        ]
+        config = load_config([*rows, *more, "learner.samples_per_prompt=16"])
+        if refused is None:
+            check_group_size(config, ExpertsShape(48 * 8, 128))
+            continue
+        with pytest.raises(ValueError, match=f"data.max_prompt_tokens .* at most 344,092 .* got {refused}"):
+            check_group_size(config, ExpertsShape(48 * 8, 128))

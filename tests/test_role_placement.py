@@ -338,10 +338,11 @@ def test_labels_and_strategy_choose_the_nodes(overrides: str, ranks: str, engine
 
 
 FAKE = """
-import os, sys, ray
+import os, sys, ray, time
 from ray.util.placement_group import remove_placement_group
 from pathlib import Path
 from configs.load import load_config
+from slipstream import role_places
 from slipstream.cluster import start_node
 from slipstream.node_agents import NodeAgent
 from slipstream.nursery import Stage, run_nursery
@@ -352,6 +353,7 @@ from slipstream.stop_signals import StopSignals
 class Probe:
     def visible(self): return os.environ.get("CUDA_VISIBLE_DEVICES")
     def node(self): return ray.get_runtime_context().get_node_id()
+    def hang(self): time.sleep(600)
 
 def place(*overrides, **more):
     return RolePlaces(load_config(list(overrides)), Path("logs"), StopSignals(), **more)
@@ -370,6 +372,17 @@ with run_nursery({"learner": Stage([], ["ray._private.workers.default_worker"])}
         turns = place("placement.mode=colocated", "learner.ranks=2", *engines)
         actors = [probe(turns, place) for place in turns.division.places]
         print(*visible(*actors))
+        if "generators.count=1" in engines:
+            turns._devices = {rank: actors[rank].visible.remote() for rank in (0, 1)}
+            print(turns.find_place("generator-0").devices, turns.find_place("generator-0").processors)
+            role_places.STARTED_S, turns._devices[1] = 0.5, actors[1].hang.remote()
+            for _ in range(2):
+                try:
+                    turns.find_place("generator-0")
+                except RoleFailed as error:
+                    print(str(error).splitlines()[0])
+                ray.kill(actors[1])
+                role_places.STARTED_S = 60.0
         for actor in actors:
             ray.kill(actor)
         for group, _ in turns._groups.values():
@@ -419,15 +432,18 @@ def test_ray_puts_every_process_on_its_gpu_and_what_finds_no_place_is_named(
     with (tmp_path / "errors").open("w") as errors:  # a file, whose end no agent of Ray's holds up
         ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
     assert ran.returncode == 0, (tmp_path / "errors").read_text()
-    turns, wide_turns, first_life, second_life, waiting, unplaced, too_many, on_cpu, *far = (
-        ran.stdout.splitlines()
+    turns, wide_turns, *names, first_life, second_life, waiting, unplaced, too_many, on_cpu = (
+        ran.stdout.splitlines()[:-4]
     )
+    far = ran.stdout.splitlines()[-4:]
     rank_0, rank_1, *engines = turns.split()
     assert {rank_0, rank_1} == {"0", "1"} and engines == [rank_0, rank_1, rank_0], "by turns"
     rank_0, rank_1, engine = wide_turns.split()
     assert {rank_0, rank_1} == {"0", "1"} and engine == "None", (
         "the engine hears from the ranks which they are"
     )
+    silent, dead = "learner-1 has not named its GPUs within 0.5 s", "learner-1 has died. The end of its log:"
+    assert names == [f"{rank_0},{rank_1} 2", silent, dead]
     of_rank_0, of_rank_1, of_engine = first_life.split()
     assert {of_rank_0, of_rank_1} == {"0", "1"} and of_engine == of_rank_0 == second_life
     assert "learner-0, generator-0 wait for 2 CPUs (2 free) and 2 GPUs (0 free) on node" in waiting
@@ -554,6 +570,7 @@ def test_by_turns_engines_are_on_the_ranks_gpus_and_each_side_has_the_whole_memo
     assert [place.gpus for place in wide.engines] == [(0, 1), (2, 3)]
     assert [place.bundle[1] for place in wide.ranks] == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert {place.share for place in wide.ranks} == {1.0} and {place.share for place in wide.engines} == {0.0}
+    assert set(wide.bundles.values()) == {2 + 2}, "two ranks, and an engine of two processes"
     on_cpu = divide_by_turns(0, ranks=2, engines=2)
     assert not any(place.gpus for place in on_cpu.places)
     assert all(place.takes_turns and not place.beside_rank for place in on_cpu.engines)
@@ -564,7 +581,7 @@ def test_by_turns_engines_are_on_the_ranks_gpus_and_each_side_has_the_whole_memo
     [
         (
             {"gpus": 4, "each": 3, "ranks": 4, "engines": 1},
-            "must divide the ranks of the learner .* got 3 and 4",
+            "must divide the ranks of the learner on each node .* got 3 and 4 on node node",
         ),
         ({"gpus": 1, "ranks": 2, "engines": 1}, "must be together at most 1"),
         (
@@ -576,6 +593,10 @@ def test_by_turns_engines_are_on_the_ranks_gpus_and_each_side_has_the_whole_memo
             "at most 0.50 for 2 engines .* got 0.6",
         ),
         ({"gpus": 1, "ranks": 1, "engines": 2, "num_cpus": 2}, "at most 1 .the CPUs beside 1 ranks.* got 2"),
+        (
+            {"gpus": 4, "each": 2, "ranks": 4, "engines": 2, "num_cpus": 7},
+            "at most 1 .the CPUs beside 4 ranks .* each takes 2.* got 2",
+        ),
     ],
 )
 def test_what_cannot_be_had_by_turns_is_refused_with_the_arithmetic(
@@ -583,3 +604,20 @@ def test_what_cannot_be_had_by_turns_is_refused_with_the_arithmetic(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         divide_by_turns(**wishes)
+
+
+def test_by_turns_an_engine_of_several_gpus_has_them_on_one_node_and_so_its_processors() -> None:
+    placement = PlacementConfig(mode=PlacementMode.colocated)
+
+    def divide(num_gpus: int, num_cpus: int, ranks: int) -> RoleDivision:
+        nodes = [NodeRoom(name, num_cpus, num_gpus) for name in ("a", "b")]
+        wishes = RoleWishes(placement=placement, engine_ranks=2, ranks=ranks, engines=2)
+        return divide_turns(nodes, wishes)
+
+    division = divide(2, 4, 4)
+    assert [(place.node, place.gpus) for place in division.engines] == [("a", (0, 1)), ("b", (0, 1))]
+    assert [division.count_processors(node) for node in ("a", "b")] == [4, 4]
+    with pytest.raises(ValueError, match="on each node .* got 2 and 3 on node a"):
+        divide(3, 10, 6)
+    with pytest.raises(ValueError, match="at most 0 .the CPUs beside 4 ranks .* got 2"):
+        divide(2, 3, 4)

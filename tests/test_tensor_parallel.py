@@ -5,6 +5,7 @@ One engine of each kind for all tests, and one model: a mixture whose first laye
 96 fills one rank's part of 64 rows and half of the other's.
 """
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import failing_rank
 import psutil
 import pytest
 import rank_faults
@@ -24,11 +26,15 @@ from test_mixtures import MIXTURES, SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from generators.engine import Completion, EngineDied, Sample
+from slipstream.role_failures import explain_engine_shortage
 from sync.manifest import DigestMismatch, EngineMismatch, Manifest
 from sync.publisher import Publisher
 from sync.rank_answers import read_answers
-from sync.snapshot import Snapshot
+from sync.rank_errors import ErrorNote, RankErrors
+from sync.snapshot import Snapshot, read_manifest
 from sync.stream import whole_parts
+from sync.transports.fetcher import Fetcher
+from sync.transports.server import SnapshotServer
 
 TOLERANCE = 1e-5
 """Largest difference between log-probabilities of one and of two ranks. They sum in another order; wrong
@@ -229,6 +235,60 @@ def test_damage_and_loss_are_found_before_any_rank_is_touched(pair: Pair) -> Non
     pair.two.check_held(held)
 
 
+def test_a_version_from_another_host_is_fetched_once_for_all_ranks_and_each_copies_its_parts_alone(
+    pair: Pair, tmp_path: Path
+) -> None:
+    manifest = pair.versions[1]
+    server = SnapshotServer(Path(manifest.path).parent, "tcp://127.0.0.1:0")
+    fetcher = Fetcher(tmp_path / "host")
+    try:
+        found = fetcher.fetch_version(server.address, Path(manifest.locator).name, digest=manifest.digest)
+        fetched = Snapshot(read_manifest(found, manifest.digest))
+        pair.do_on_ranks(rank_faults.count_bytes)
+        pair.two.load_version(fetched)
+        pair.two.check_held(manifest)
+        copied = pair.do_on_ranks(rank_faults.read_count)
+        assert fetcher.bytes_received == manifest.num_bytes
+    finally:
+        fetcher.close()
+        server.close()
+    sizes = {entry.name: Snapshot(manifest).view_tensor(entry.name).nbytes for entry in manifest.tensors}
+    kept = {name: size for name, size in sizes.items() if ".experts." not in name}
+    whole = {name: size for name, size in kept.items() if "norm" in name or name.endswith("mlp.gate.weight")}
+    # Of 96 rows of the vocabulary rank 0 has 64.
+    rows = sum(size for name, size in kept.items() if name in ("model.embed_tokens.weight", "lm_head.weight"))
+    halves = (sum(kept.values()) - sum(whole.values()) - rows) // 2 + sum(whole.values())
+    assert copied == [halves + rows * 2 // 3, halves + rows // 3]
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+def test_four_ranks_share_heads_of_keys_and_values_as_vllms_own_loader_does(
+    pair: Pair, num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two heads are held by two ranks each, one by all four. `pair` has made this process one of vLLM's."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers import linear
+
+    from sync.vllm_plugin import _find_slices
+
+    names = {"q": 8, "k": num_kv_heads, "v": num_kv_heads}
+    published = {name: torch.randn(heads * 16, 32) for name, heads in names.items()}
+    monkeypatch.setattr(linear, "get_tensor_model_parallel_world_size", lambda: 4)
+    for rank in range(4):
+        monkeypatch.setattr(linear, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+        with set_current_vllm_config(VllmConfig()):
+            layer = linear.QKVParallelLinear(32, 16, 8, num_kv_heads, bias=False, params_dtype=torch.float32)
+        layer.weight.data.fill_(torch.nan)
+        for name, tensor in published.items():
+            layer.weight.weight_loader(layer.weight, tensor, name)
+        cut = [
+            piece
+            for tensor, held in zip(published.values(), _find_slices(layer, "weight"), strict=True)
+            for piece in held.cut_tensor(tensor)
+        ]
+        assert torch.equal(torch.cat(cut), layer.weight.data)
+
+
 def test_workers_share_nothing_by_a_name_and_signals_do_not_end_them(pair: Pair) -> None:
     pids = [worker.proc.pid for worker in pair.workers.workers]
     mapped = [
@@ -264,22 +324,32 @@ def test_a_worker_that_dies_ends_the_engine_in_one_sentence_and_its_siblings_wit
         pair.two._core.sleep(level=2, mode="keep")
 
 
-@pytest.fixture
-def idle_ranks(tmp_path: Path) -> Iterator[tuple[Any, list[Any]]]:
-    """An executor whose two workers are processes that only sleep."""
+def make_idle_ranks(folder: Path, second: tuple[Any, tuple[Any, ...]] | None = None) -> tuple[Any, list[Any]]:
+    """Returns an executor whose two workers are processes that only sleep, or the second one calls something
+    with the executor's folder and these arguments."""
     from generators.vllm_workers import WorkerProcesses
     from generators.worker_names import WorkerNames
 
+    executor = WorkerProcesses.__new__(WorkerProcesses)
+    executor._died, executor._names = threading.Event(), WorkerNames(folder)
+    executor._errors = RankErrors(executor._names.folder)
     start = multiprocessing.get_context("spawn").Process
     processes = [start(target=time.sleep, args=(600,), daemon=True) for _ in range(2)]
-    executor = WorkerProcesses.__new__(WorkerProcesses)
-    executor._died, executor._names = threading.Event(), WorkerNames(tmp_path)
+    if second is not None:
+        arguments = executor._names.folder, *second[1]
+        processes[1] = start(target=second[0], args=arguments, daemon=True)
     executor.workers = [
         SimpleNamespace(rank=rank, proc=process, death_writer=None, worker_response_mq=None)
         for rank, process in enumerate(processes)
-    ]
+    ]  # type: ignore[assignment]
     for process in processes:
         process.start()
+    return executor, processes
+
+
+@pytest.fixture
+def idle_ranks(tmp_path: Path) -> Iterator[tuple[Any, list[Any]]]:
+    executor, processes = make_idle_ranks(tmp_path)
     yield executor, processes
     for process in processes:
         process.kill()
@@ -328,3 +398,34 @@ def test_a_rank_that_is_killed_while_the_engine_starts_is_named(
     executor._ensure_worker_termination([first, second])
     assert f"rank 0 of the engine (pid {first.pid}) has died: killed by SIGTERM" in executor.death
     assert second.exitcode == -signal.SIGKILL
+
+
+def test_an_error_of_one_rank_ends_it_and_is_the_engines_error_with_its_text(tmp_path: Path) -> None:
+    """vLLM keeps the error of a rank that starts to itself, and never hears of one on rank 1 in a step."""
+    message = "CUDA out of memory. Tried to allocate 2 GiB"
+    executor, (first, second) = make_idle_ranks(tmp_path, (failing_rank.fail_in_loop, (1, message)))
+    executor.start_worker_monitor()
+    says = rf"^rank 1 of the engine .pid {second.pid}. has failed: RuntimeError: {message}"
+    with pytest.raises(RuntimeError, match=says) as caught, executor.naming_dead():
+        assert executor._died.wait(60)
+        raise RuntimeError("cancelled")
+    assert not isinstance(caught.value, EngineDied) and "in fail_in_loop" in str(caught.value)
+    assert [first.exitcode, second.exitcode] == [-signal.SIGKILL, 1]
+    advice = pytest.raises(ValueError, match=r"max_model_len .* got: rank 1 of .* out of memory. Tried to ")
+    with advice, explain_engine_shortage():
+        raise caught.value
+
+
+def test_a_rank_that_others_killed_is_the_cause_of_the_errors_that_its_siblings_meet(
+    idle_ranks: tuple[Any, list[Any]],
+) -> None:
+    executor, (_, second) = idle_ranks
+    try:
+        raise ConnectionError("closed by peer")
+    except ConnectionError as error:
+        record = logging.makeLogRecord({"exc_info": (type(error), error, None)})
+        ErrorNote(executor._names.folder, 0).emit(record)
+    executor.start_worker_monitor()
+    second.kill()
+    with pytest.raises(EngineDied, match="rank 1 of the engine .* has died: killed by SIGKILL"):
+        executor.collective_rpc("answer")

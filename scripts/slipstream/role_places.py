@@ -17,10 +17,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from configs.schema import Config
 from slipstream.cluster import stage_options
 from slipstream.cluster_nodes import ClusterNode, list_nodes
-from slipstream.node_agents import LISTENING_S, READ_S, NodeAgent, NodeAgents, NodeUnfit
+from slipstream.node_agents import LISTENING_S, READ_S, STARTED_S, NodeAgent, NodeAgents, NodeUnfit
 from slipstream.ray_waits import wait_for_results
 from slipstream.role_division import Bundle, NodeRoom, RoleDivision, RolePlace, RoleWishes, read_wishes
-from slipstream.role_failures import RoleFailed
+from slipstream.role_failures import RoleFailed, get_result
 from slipstream.role_placement import divide_roles
 from slipstream.roles import BufferRole, GeneratorRole, LearnerRole
 from slipstream.stop_signals import StopSignals
@@ -177,14 +177,22 @@ class RolePlaces:
         return actor
 
     def find_place(self, name: str) -> RolePlace:
-        """Returns the place of an engine."""
+        """Returns the place of an engine. Raises RoleFailed where a rank whose GPU it shares does not name
+        it, and Interrupted."""
         place = self._seats[name].place
         if place.share or not place.gpus:
             return place
         # Ray gives these GPUs to ranks, which know their names.
         ranks = [rank for rank, one in enumerate(self.division.ranks) if one.bundle == place.bundle]
-        devices = ",".join(ray.get([self._devices[rank] for rank in ranks]))
-        return dataclasses.replace(place, devices=devices)
+        return dataclasses.replace(place, devices=",".join(map(self._read_devices, ranks)))
+
+    def _read_devices(self, rank: int) -> str:
+        """Returns Ray's names of the GPUs that a rank has."""
+        name, found = f"learner-{rank}", self._devices[rank]
+        if not wait_for_results([found], 1, STARTED_S, self._signals):
+            raise RoleFailed(f"{name} has not named its GPUs within {STARTED_S:g} s")
+        devices: str = get_result(found, name, self.read_log_end)
+        return devices
 
     def ask_to_leave(self, name: str) -> None:
         """Sends SIGTERM to a generator's process. One that has no process yet is ended: it holds nothing."""

@@ -10,6 +10,7 @@ one of those that an engine of several has, and none to the engine, which hears 
 are. This is arithmetic alone, as `role_placement.py` is.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -38,16 +39,11 @@ def divide_turns(nodes: Sequence[NodeRoom], wanted: RoleWishes) -> RoleDivision:
     if not ranks[0].gpus:
         division = divide_roles(nodes, wanted)
         return replace(division, engines=tuple(replace(one, takes_turns=True) for one in division.engines))
-    _check_processors(nodes, wanted)
-    if len(ranks) % wanted.engine_ranks:
-        raise ValueError(
-            "generators.tensor_parallel must divide the ranks of the learner with placement.mode=colocated "
-            f"(an engine has the GPUs of so many), got {wanted.engine_ranks} and {len(ranks)}"
-        )
-    num_groups = len(ranks) // wanted.engine_ranks
+    groups = _group_ranks(ranks, wanted.engine_ranks)
+    num_groups = len(groups)
+    _check_processors(nodes, wanted, [group[0].node for group in groups])
     placed, homes = list[RolePlace](), list[RolePlace]()
-    for number in range(num_groups):
-        group = ranks[number * wanted.engine_ranks : (number + 1) * wanted.engine_ranks]
+    for number, group in enumerate(groups):
         num_engines = len(range(number, wanted.engines, num_groups))
         gpus = tuple(gpu for place in group for gpu in place.gpus)
         # Rounded down, as Ray counts.
@@ -57,17 +53,40 @@ def divide_turns(nodes: Sequence[NodeRoom], wanted: RoleWishes) -> RoleDivision:
         placed += [replace(place, share=rank_share, memory=own, reserved=gpus) for place in group]
         memory = _divide_memory(wanted, num_engines)
         home = RolePlace(group[0].node, gpus, engine_share, memory, num_engines > 1, beside_rank=True)
-        homes.append(replace(home, takes_turns=True, reserved=gpus))
+        homes.append(replace(home, processors=wanted.engine_ranks, takes_turns=True, reserved=gpus))
     engines = tuple(homes[number % num_groups] for number in range(wanted.engines))
     return RoleDivision(tuple(placed), engines, wanted.evaluators)
 
 
-def _check_processors(nodes: Sequence[NodeRoom], wanted: RoleWishes) -> None:
-    most = sum(node.num_cpus for node in nodes) - wanted.ranks
-    if wanted.engines > most:
+def _group_ranks(ranks: Sequence[RolePlace], each: int) -> list[Sequence[RolePlace]]:
+    """Returns the ranks whose GPUs an engine of `each` GPUs has, group by group. Raises ValueError where
+    they cannot be grouped so on every node."""
+    for node, number in Counter(place.node for place in ranks).items():
+        if number % each:
+            raise ValueError(
+                "generators.tensor_parallel must divide the ranks of the learner on each node with "
+                f"placement.mode=colocated (an engine has the GPUs of so many), got {each} and {number} on "
+                f"node {node}"
+            )
+    # The ranks of a node follow one another.
+    return [ranks[first : first + each] for first in range(0, len(ranks), each)]
+
+
+def _check_processors(nodes: Sequence[NodeRoom], wanted: RoleWishes, homes: Sequence[str]) -> None:
+    """Raises ValueError where a node has fewer processors than processes. `homes`: the node of each group of
+    ranks; engines join one group after the other."""
+    room = {node.name: node.num_cpus for node in nodes}
+    for home in homes:
+        room[home] -= wanted.engine_ranks
+    most = 0
+    while most < wanted.engines and room[homes[most % len(homes)]] >= wanted.engine_ranks:
+        room[homes[most % len(homes)]] -= wanted.engine_ranks
+        most += 1
+    if most < wanted.engines:
         raise ValueError(
             f"generators.count and eval.generators must be together at most {most} (the CPUs beside "
-            f"{wanted.ranks} ranks of the learner, of which each takes one), got {wanted.engines}"
+            f"{wanted.ranks} ranks of the learner, of which each takes {wanted.engine_ranks}), got "
+            f"{wanted.engines}"
         )
 
 
