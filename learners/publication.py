@@ -23,6 +23,7 @@ from pathlib import Path
 
 import msgspec
 
+from buffers.timeline import Timeline, Track
 from configs.disk import DiskFull, disk_full, is_disk_full
 from configs.host import boot_id
 from learners.world import World
@@ -79,12 +80,17 @@ class Publication:
     """One rank's part in it."""
 
     def __init__(
-        self, world: World | None = None, publisher: Publisher | None = None, memory: str = ""
+        self,
+        world: World | None = None,
+        publisher: Publisher | None = None,
+        memory: str = "",
+        timeline: Timeline | None = None,
     ) -> None:
         """Collective. `world`: all ranks, in a world that only this uses, because the thread's collectives
         must not mix with training's. `publisher`: on the first rank of each host. `memory`: a name that the
         ranks of one host have in common; ranks that publish nothing may have any."""
         self._world, self.publisher = world or World(), publisher
+        self._timeline = timeline or Timeline()
         own = RankPlace(memory, os.uname().nodename, publisher.address if publisher is not None else "")
         told = self._world.gather_messages(msgspec.json.encode(own))
         places = [msgspec.json.decode(one, type=RankPlace) for one in told]
@@ -140,7 +146,8 @@ class Publication:
             self._agree_on_layout(stream())
         assert self._rows is not None
         self._rows.copy_parts(_watch_parts(stream(), on_progress))
-        self._under_way = self._thread.submit(self._publish_version, version)
+        writing = self._timeline.span(Track.publication, f"writing and digesting version {version}")
+        self._under_way = self._thread.submit(writing(self._publish_version), version)
 
     def take_complete(
         self, *, wait: bool = False, on_progress: Callable[[], None] = lambda: None

@@ -11,6 +11,7 @@ import torch
 
 from buffers.connections import watch_small_requests
 from buffers.keys import start_authenticator
+from buffers.timeline import Timeline
 from configs.addresses import is_beyond_loopback
 from configs.learner import LearnerKind
 from configs.placement import PlacementMode
@@ -42,6 +43,7 @@ def start_learner(
     *,
     publish: bool = True,
     say: Callable[..., None] = lambda activity, moved=True: None,
+    timeline: Timeline | None = None,
 ) -> Learner:
     """Returns one rank of the learner, ready to run. Collective: it joins all ranks at `rendezvous`.
 
@@ -86,7 +88,7 @@ def start_learner(
         folder,
         source,
         Trainer(config, models, world, kl_coef),
-        open_publication(config, folder, incarnation, joined, say) if publish else None,
+        open_publication(config, folder, incarnation, joined, say, timeline) if publish else None,
         world,
         joined.writers,
         meter,
@@ -96,6 +98,7 @@ def start_learner(
         probes=publish and config.learner.engine is not LearnerKind.simulated,
         say=say,
         turns=turns,
+        timeline=timeline,
     )
 
 
@@ -155,7 +158,12 @@ def check_same_run(
 
 
 def open_publication(
-    config: Config, folder: Path, incarnation: str, joined: JoinedRank, say: Callable[[str], None]
+    config: Config,
+    folder: Path,
+    incarnation: str,
+    joined: JoinedRank,
+    say: Callable[[str], None],
+    timeline: Timeline | None = None,
 ) -> Publication:
     """Opens this rank's part in the publication of the run in this folder, behind the keys that the run has.
 
@@ -181,7 +189,7 @@ def open_publication(
             publisher = open_host_publisher(config, folder, incarnation, guards)
     # A first rank that digests the base of its adapters takes longer than a collective waits.
     joined.writers.gather_messages(b"", lambda: say("loading: waiting for the other ranks"))
-    return Publication(world, publisher, memory)
+    return Publication(world, publisher, memory, timeline)
 
 
 def make_guards(config: Config) -> SocketGuards:
