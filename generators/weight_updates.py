@@ -246,7 +246,8 @@ class WeightUpdates:
         began = self._clock()
         self._totals.digest_checks += 1
         self._heart.set_activity(f"loading version {source.manifest.version}")
-        self._engine.load_version(source)
+        with self._heart.timeline.span(Track.weights, f"loading version {source.manifest.version}"):
+            self._engine.load_version(source)
         self._totals.pause_s += self._clock() - began
         return source.manifest
 
