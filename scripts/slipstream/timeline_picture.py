@@ -13,10 +13,8 @@ TAIL = 0.75
 """What follows the last step is drawn for so many steps: its version arrives there."""
 MIN_SHARE = 0.0025
 """Share of the picture's width that a span has at least, to be seen."""
-TEXT_SHARE = 0.045
-"""Share of the width from which on a span bears its number."""
-DIGIT_SHARE = 0.004
-"""Share of the width that a character takes."""
+CHARACTER_SHARE = 0.0045
+"""Share of the width that a character takes. A span bears its number where there is room."""
 ANNOUNCED = -0.75
 """Where the numbers of announced versions stand, above the first row."""
 HEIGHTS = {Track.activity: 0.84, Track.publication: 0.6, Track.checkpoint: 0.6, Track.weights: 0.6}
@@ -34,7 +32,7 @@ class SpanKind(NamedTuple):
 KINDS = [
     SpanKind("waiting", "#e3e3e3", r"waiting|asks for the GPU|writing the (newest|last)"),
     SpanKind("training", "#4e79a7", "training", "white"),
-    SpanKind("copying: training waits", "#f28e2b", "copying|giving the GPU to the engines"),
+    SpanKind("copying: training waits", "#f28e2b", "copying"),
     SpanKind("writing and digesting a version", "#b39ad6", "writing and digesting"),
     SpanKind("announcing it", "#1a1a1a", "announcing", "white"),
     SpanKind("writing a checkpoint", "#9c755f", "writing the checkpoint"),
@@ -42,7 +40,7 @@ KINDS = [
     SpanKind("scoring", "#c9e3a9", "scoring"),
     SpanKind("fetching and verifying a version", "#edc948", "fetching"),
     SpanKind("loading it", "#d62728", "loading version", "white"),
-    SpanKind("asleep", "#79706e", "asleep|GPU", "white"),
+    SpanKind("asleep, or a GPU changes hands", "#79706e", "asleep|the GPU", "white"),
 ]
 OTHER = SpanKind("reporting, other", "#a0cbe8", "")
 
@@ -143,7 +141,7 @@ def _draw_row(axis: Any, spans: Sequence[Span], place: int, window: Window) -> s
         bars.setdefault(kind, []).append((begin, width))
         number = f"v{span.args['version']}" if "version" in span.args else f"step {span.args.get('step', '')}"
         middle = {"x": begin + width / 2, "s": number, "ha": "center"}
-        if span.args and width > TEXT_SHARE * whole:
+        if span.args and width > CHARACTER_SHARE * whole * (len(number) + 1):
             axis.text(y=place, va="center", fontsize=8, color=kind.text_color, **middle)
         elif span.name.startswith("loading version") and span.cat is Track.weights:
             axis.text(y=place - 0.32, va="bottom", fontsize=7.5, color=kind.color, **middle)
@@ -167,7 +165,7 @@ def _mark_announcements(axis: Any, roles: dict[str, list[Span]], window: Window)
             if at > free_from:
                 number = f" v{span.args['version']}"
                 axis.text(at, ANNOUNCED, number, ha="left", va="center", fontsize=8)
-                free_from = at + DIGIT_SHARE * whole * len(number)
+                free_from = at + CHARACTER_SHARE * whole * len(number)
 
 
 def _name_rows(axis: Any, rows: Sequence[tuple[str, Track]]) -> None:
