@@ -7,7 +7,8 @@
 
 The file is in Chrome's trace event format, an array of JSON with an event a line, which ui.perfetto.dev opens
 as it is: the format needs no closing bracket. A line is written when its span ends, so a role that is killed
-loses the spans under way. A file that is full becomes `<role>.before.json`, in place of the one before it.
+loses the spans under way, and the activity before. A file that is full becomes `<role>.before.json`, in place
+of the one before it.
 """
 
 import contextlib
@@ -53,8 +54,8 @@ class Track(StrEnum):
 TRACK_NUMBERS = {track: 1 + number for number, track in enumerate(Track)}
 
 
-class Span(msgspec.Struct):
-    """A complete event of the format."""
+class TimedSpan(msgspec.Struct):
+    """A span, as a complete event of the format."""
 
     name: str
     cat: Track
@@ -94,7 +95,7 @@ def make_labels(role: str, number: int = 1) -> list[Label]:
 
 
 class Activity(NamedTuple):
-    """What a role's loop does, and since when."""
+    """An activity of a role's loop, and when it began."""
 
     name: str
     since: float
@@ -174,7 +175,7 @@ class Timeline:
             self._before = None
             self._write_span(make_span(Track.activity, name, since, ended_at - began))
 
-    def _write_span(self, span: Span) -> None:
+    def _write_span(self, span: TimedSpan) -> None:
         if self._file is None:
             return
         with self._give_up_on_error():
@@ -182,7 +183,7 @@ class Timeline:
                 self._change_files()
             self._write_events([span])
 
-    def _write_events(self, events: list[Span] | list[Label]) -> None:
+    def _write_events(self, events: list[TimedSpan] | list[Label]) -> None:
         assert self._file is not None
         lines = b"".join(msgspec.json.encode(event) + b",\n" for event in events)
         write_all(self._file, lines)
@@ -222,14 +223,14 @@ class Timeline:
             self._drop_file()
 
 
-def make_span(track: Track, name: str, since: float, lasted: float) -> Span:
+def make_span(track: Track, name: str, since: float, lasted: float) -> TimedSpan:
     """Returns a span that began at `since`, in seconds since 1970, and lasted so many seconds."""
     name = name[:MAX_NAME]
     numbers = {what: int(number) for what, number in NUMBERED.findall(name)}
-    return Span(name, track, round(since * 1e6), round(lasted * 1e6), 1, TRACK_NUMBERS[track], numbers)
+    return TimedSpan(name, track, round(since * 1e6), round(lasted * 1e6), 1, TRACK_NUMBERS[track], numbers)
 
 
-def read_spans(path: Path, max_bytes: int = 2 * MAX_FILE_BYTES) -> list[Span]:
+def read_spans(path: Path, max_bytes: int = 2 * MAX_FILE_BYTES) -> list[TimedSpan]:
     """Returns the whole spans of the last `max_bytes` of a file; none where it is missing. Lines that are
     something else are passed over."""
     spans = []
@@ -237,7 +238,7 @@ def read_spans(path: Path, max_bytes: int = 2 * MAX_FILE_BYTES) -> list[Span]:
         file.seek(max(0, os.fstat(file.fileno()).st_size - max_bytes))
         for line in file:
             with contextlib.suppress(msgspec.MsgspecError):
-                span = msgspec.json.decode(line.rstrip().rstrip(b","), type=Span)
+                span = msgspec.json.decode(line.rstrip().rstrip(b","), type=TimedSpan)
                 if span.ph == "X":
                     spans.append(span)
     return spans

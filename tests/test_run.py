@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffers.journal import read_groups
 from buffers.role_registry import STARTING
-from buffers.timeline import Span, Track
+from buffers.timeline import TimedSpan, Track
 from slipstream import export
 from slipstream.nursery import FOLDER
 from slipstream.timeline import read_timeline
@@ -274,7 +274,7 @@ def test_its_timeline_shows_that_versions_are_written_beside_training_and_when_e
     assert (run.folder / "timeline.png").read_bytes()[:4] == b"\x89PNG"
     roles = read_timeline(run.folder)
     assert list(roles) == ["learner-0", "generator-0", "generator-1"]
-    by_name: dict[str, list[Span]] = {}
+    by_name: dict[str, list[TimedSpan]] = {}
     for span in roles["learner-0"]:
         by_name.setdefault(span.name, []).append(span)
     assert all(f"training step {step}" in by_name for step in range(40))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from buffers import timeline as t
-from buffers.timeline import Span, Timeline, Track, make_span, read_spans
+from buffers.timeline import TimedSpan, Timeline, Track, make_span, read_spans
 from slipstream import timeline
 from slipstream.node_agents import NodeAgent
 from slipstream.timeline_picture import MAX_OTHERS, choose_rows, find_window
@@ -127,7 +127,7 @@ def test_a_timeline_that_cannot_be_opened_is_none(tmp_path: Path) -> None:
     role.close()
 
 
-def make_steps(first: int, last: int, begin: float) -> list[Span]:
+def make_steps(first: int, last: int, begin: float) -> list[TimedSpan]:
     """Steps that take two seconds each, after a second of waiting."""
     spans = [make_span(Track.activity, "loading the model", begin - 1, 1)]
     for at, step in enumerate(range(first, last + 1)):

@@ -15,16 +15,16 @@ from pathlib import Path
 import msgspec
 
 from buffers.files import replace_file
-from buffers.timeline import FOLDER, Span, make_labels, read_spans
+from buffers.timeline import FOLDER, TimedSpan, make_labels, read_spans
 from configs.disk import DiskFull
 
-MAX_BYTES = 64 << 20
+MAX_BYTES = 32 << 20
 """Bytes of the roles' files that are read at most: the newest ones, as much of each role."""
 NUM_STEPS = 4
 """Steps in the picture."""
 OLDER = ".before"
 
-RoleSpans = dict[str, list[Span]]
+RoleSpans = dict[str, list[TimedSpan]]
 """Spans by role, in the order of their beginnings."""
 
 
@@ -34,7 +34,7 @@ def read_timeline(run: Path, max_bytes: int = MAX_BYTES) -> RoleSpans:
     A role may have several files: older ones, and those that were brought from other hosts.
     """
     paths = sorted((run / FOLDER).rglob("*.json"))
-    found: dict[str, dict[tuple[int, str, str], Span]] = {}
+    found: dict[str, dict[tuple[int, str, str], TimedSpan]] = {}
     for path in paths:
         role = found.setdefault(path.stem.removesuffix(OLDER), {})
         for span in read_spans(path, max_bytes // len(paths)):

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from buffers.timeline import Span, Track
+from buffers.timeline import TimedSpan, Track
 
 MAX_RANKS, MAX_OTHERS = 2, 6
 """Ranks of the learner that are drawn, and other roles."""
 TAIL = 0.75
-"""What follows the last step is drawn for so many steps: its version arrives there."""
+"""The picture goes on for so many steps after the last one: its version arrives there."""
 MIN_SHARE = 0.0025
 """Share of the picture's width that a span has at least, to be seen."""
 CHARACTER_SHARE = 0.0045
@@ -21,7 +21,7 @@ HEIGHTS = {Track.activity: 0.84, Track.publication: 0.6, Track.checkpoint: 0.6, 
 
 
 class SpanKind(NamedTuple):
-    """What the legend says of spans whose names match."""
+    """A kind of spans, which have one color. The pattern finds their names."""
 
     label: str
     color: str
@@ -46,7 +46,7 @@ OTHER = SpanKind("reporting, other", "#a0cbe8", "")
 
 
 class Window(NamedTuple):
-    """What is drawn, in microseconds since 1970."""
+    """The time that the picture shows, in microseconds since 1970, and its steps."""
 
     begin: int
     end: int
@@ -57,7 +57,7 @@ def find_kind(name: str) -> SpanKind:
     return next((kind for kind in KINDS if re.search(kind.pattern, name)), OTHER)
 
 
-def find_window(spans: Sequence[Span], num_steps: int) -> Window | None:
+def find_window(spans: Sequence[TimedSpan], num_steps: int) -> Window | None:
     """Returns the time of the newest steps that a rank of the learner, whose spans these are, has trained in
     its present life; None where there is none. Half of its length at most is the wait before them."""
     own = [span for span in spans if span.cat is Track.activity]
@@ -74,7 +74,7 @@ def find_window(spans: Sequence[Span], num_steps: int) -> Window | None:
     return Window(begin, ended + tail, [span.args["step"] for span in trained])
 
 
-def draw_timeline(run: Path, roles: dict[str, list[Span]], num_steps: int) -> Path | None:
+def draw_timeline(run: Path, roles: dict[str, list[TimedSpan]], num_steps: int) -> Path | None:
     """Draws the newest steps of the first rank, and what the other roles did meanwhile. Returns the picture;
     None where no step was trained. Raises OSError when it cannot be written."""
     from matplotlib.figure import Figure
@@ -96,7 +96,7 @@ def draw_timeline(run: Path, roles: dict[str, list[Span]], num_steps: int) -> Pa
     axis.set_xlim(0, (window.end - window.begin) / 1e6)
     axis.set_ylim(len(rows) - 0.5, -1.1)
     axis.set_xlabel("seconds" + (f"; {num_left_out} more roles are in timeline.json" if num_left_out else ""))
-    axis.set_title(f"{run.name}: steps {window.steps[0]} to {window.steps[-1]}", loc="left", pad=12)
+    axis.set_title(f"{run.resolve().name}: steps {window.steps[0]} to {window.steps[-1]}", loc="left", pad=12)
     patches = [Patch(color=kind.color, label=kind.label) for kind in [*KINDS, OTHER] if kind in seen]
     figure.legend(handles=patches, loc="lower center", ncol=6, frameon=False, fontsize=9)
     figure.tight_layout(rect=(0, 0.6 / figure.get_figheight(), 1, 1))
@@ -105,7 +105,7 @@ def draw_timeline(run: Path, roles: dict[str, list[Span]], num_steps: int) -> Pa
     return path
 
 
-def choose_rows(roles: dict[str, list[Span]], window: Window) -> tuple[list[tuple[str, Track]], int]:
+def choose_rows(roles: dict[str, list[TimedSpan]], window: Window) -> tuple[list[tuple[str, Track]], int]:
     """Returns the rows of the picture, and how many roles of that time have none."""
     rows, num_ranks, num_others, num_left_out = [], 0, 0, 0
     for role, spans in roles.items():
@@ -121,7 +121,7 @@ def choose_rows(roles: dict[str, list[Span]], window: Window) -> tuple[list[tupl
     return rows, num_left_out
 
 
-def _list_seen(spans: Sequence[Span], track: Track, window: Window) -> list[Span]:
+def _list_seen(spans: Sequence[TimedSpan], track: Track, window: Window) -> list[TimedSpan]:
     return [
         span
         for span in spans
@@ -129,10 +129,11 @@ def _list_seen(spans: Sequence[Span], track: Track, window: Window) -> list[Span
     ]
 
 
-def _draw_row(axis: Any, spans: Sequence[Span], place: int, window: Window) -> set[SpanKind]:
+def _draw_row(axis: Any, spans: Sequence[TimedSpan], place: int, window: Window) -> set[SpanKind]:
     """Draws the spans of a row, and the numbers of those that are wide enough; returns their kinds."""
     whole = (window.end - window.begin) / 1e6
     bars: dict[SpanKind, list[tuple[float, float]]] = {}
+    free_from = float("-inf")
     for span in spans:
         kind = find_kind(span.name)
         begin = max(0.0, (span.ts - window.begin) / 1e6)
@@ -143,8 +144,9 @@ def _draw_row(axis: Any, spans: Sequence[Span], place: int, window: Window) -> s
         middle = {"x": begin + width / 2, "s": number, "ha": "center"}
         if span.args and width > CHARACTER_SHARE * whole * (len(number) + 1):
             axis.text(y=place, va="center", fontsize=8, color=kind.text_color, **middle)
-        elif span.name.startswith("loading version") and span.cat is Track.weights:
+        elif span.name.startswith("loading version") and span.cat is Track.weights and begin > free_from:
             axis.text(y=place - 0.32, va="bottom", fontsize=7.5, color=kind.color, **middle)
+            free_from = begin + CHARACTER_SHARE * whole * (len(number) + 1)
     # In this order, because what lies within another span comes later.
     for kind in [kind for kind in (OTHER, *KINDS) if kind in bars]:
         height = HEIGHTS[spans[0].cat]
@@ -153,7 +155,7 @@ def _draw_row(axis: Any, spans: Sequence[Span], place: int, window: Window) -> s
     return set(bars)
 
 
-def _mark_announcements(axis: Any, roles: dict[str, list[Span]], window: Window) -> None:
+def _mark_announcements(axis: Any, roles: dict[str, list[TimedSpan]], window: Window) -> None:
     """Draws a line through all rows where a version is announced, and its number where there is room."""
     whole, free_from = (window.end - window.begin) / 1e6, float("-inf")
     for spans in roles.values():
