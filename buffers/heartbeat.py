@@ -19,6 +19,7 @@ from typing import Protocol
 
 from buffers import messages as m
 from buffers.client import BufferClient
+from buffers.timeline import Timeline
 
 log = logging.getLogger("slipstream.heartbeat")
 
@@ -49,9 +50,14 @@ class HeartbeatThread:
         compose: ComposeHeartbeat,
         activity: str,
         clock: Callable[[], float] = time.monotonic,
+        timeline: Timeline | None = None,
     ) -> None:
-        """Starts the thread with a first activity. The client belongs to the thread from now on."""
+        """Starts the thread with a first activity. The client belongs to the thread from now on, and the
+        timeline to this."""
         self._client, self._compose, self._clock = client, compose, clock
+        self.timeline = timeline or Timeline()
+        """Every activity goes into it."""
+        self.timeline.begin_activity(activity)
         self._farewell: m.Request | None = None
         self._lock = threading.Lock()
         self._activity = activity
@@ -72,10 +78,14 @@ class HeartbeatThread:
         `moved` is false."""
         with self._lock:
             now = self._clock()
-            if activity != self._activity:
+            is_another = activity != self._activity
+            if is_another:
                 self._activity, self._since, self._moved_at = activity, now, now
             elif moved:
                 self._moved_at = now
+        # Without the lock: no heartbeat waits for a disk.
+        if is_another:
+            self.timeline.begin_activity(activity)
 
     def set_composer(self, compose: ComposeHeartbeat) -> None:
         """Sets what every heartbeat carries from now on."""
@@ -90,6 +100,7 @@ class HeartbeatThread:
 
     def close(self, farewell: m.Request | None = None) -> None:
         """Ends the thread. It sends `farewell` last, after all heartbeats."""
+        self.timeline.close()
         self._farewell = farewell
         self._closing.set()
         self._thread.join()

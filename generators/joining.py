@@ -11,6 +11,7 @@ from buffers.connections import watch_small_requests
 from buffers.keys import has_server_key, show_key, start_authenticator
 from buffers.parity_probe import probe_lengths
 from buffers.role_registry import STARTING
+from buffers.timeline import Timeline
 from configs.generators import EngineKind
 from configs.load import parse_config
 from configs.placement import PlacementMode
@@ -44,6 +45,7 @@ def join_run(
     patience_s: float = 60.0,
     turns_of: Path | None = None,
     on_gpus: bool = False,
+    timeline: Timeline | None = None,
 ) -> Generator:
     """Returns a generator of the run whose buffer answers at `address`, ready to run. `evaluates`: it leases
     evaluation prompts alone. Raises BufferGone after `patience_s` without an answer.
@@ -59,7 +61,7 @@ def join_run(
     client = BufferClient(address, timeout_s=patience_s, keys=keys)
     welcome = client.call(m.JoinRun(generator=name, evaluates=evaluates), m.JoinedRun)
     config = parse_config(welcome.config)
-    heart = start_heartbeat(client.open_another(), name, evaluates=evaluates)
+    heart = start_heartbeat(client.open_another(), name, evaluates=evaluates, timeline=timeline)
     config.generators.gpu_memory_fraction = gpu_memory
     if turns_of is None:  # its GPUs are its own, whatever the run's other engines have
         config.placement.mode = PlacementMode.apart

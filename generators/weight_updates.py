@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from buffers.heartbeat import HEARTBEAT_S, HeartbeatThread
 from buffers.run_status import GeneratorReport
+from buffers.timeline import Track
 from configs.schema import Config
 from generators.engine import Engine
 from sync.manifest import DigestMismatch, EngineMismatch, Manifest
@@ -193,7 +194,8 @@ class WeightUpdates:
         return self._start_preparation(self._newest_version, manifest_locator)
 
     def _start_preparation(self, version: int, manifest_locator: str, *, again: bool = False) -> Preparation:
-        source = self._preparing_thread.submit(self._fetch_and_verify, manifest_locator, again)
+        fetching = self._heart.timeline.span(Track.weights, f"fetching and verifying version {version}")
+        source = self._preparing_thread.submit(fetching(self._fetch_and_verify), manifest_locator, again)
         return Preparation(version, manifest_locator, source, again)
 
     def _fetch_and_verify(self, manifest_locator: str, again: bool) -> WeightSource:
@@ -244,7 +246,8 @@ class WeightUpdates:
         began = self._clock()
         self._totals.digest_checks += 1
         self._heart.set_activity(f"loading version {source.manifest.version}")
-        self._engine.load_version(source)
+        with self._heart.timeline.span(Track.weights, f"loading version {source.manifest.version}"):
+            self._engine.load_version(source)
         self._totals.pause_s += self._clock() - began
         return source.manifest
 

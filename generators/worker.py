@@ -31,6 +31,7 @@ from buffers.evaluation import read_digest
 from buffers.heartbeat import HEARTBEAT_S, HeartbeatThread
 from buffers.role_registry import ASLEEP, STARTING
 from buffers.run_status import GeneratorReport
+from buffers.timeline import Timeline
 from configs.schema import Config
 from generators.engine import Engine
 from generators.engine_turns import EngineTurns
@@ -322,6 +323,8 @@ class Generator:
     def _update_weights(self) -> None:
         """Loads the newest version if it is ready, and lets the parity probe sample from it."""
         version = self._updates.update_engine(may_load=self._is_awake)
+        if version is not None:
+            self._heart.set_activity(*self._describe_activity())
         self._asks_anew = self._asks_anew or version is not None
         # The learner compares the newest version, which one that evaluates alone may not hold.
         if version is not None and not self._evaluates:
@@ -387,7 +390,9 @@ class Generator:
         self._idleness_counted_at, self._was_idle = now, not self._can_step
 
 
-def start_heartbeat(client: BufferClient, generator: str, *, evaluates: bool = False) -> HeartbeatThread:
+def start_heartbeat(
+    client: BufferClient, generator: str, *, evaluates: bool = False, timeline: Timeline | None = None
+) -> HeartbeatThread:
     """Starts the heartbeat of a generator that has nothing to report yet."""
     compose = partial(
         m.GeneratorHeartbeat,
@@ -396,4 +401,4 @@ def start_heartbeat(client: BufferClient, generator: str, *, evaluates: bool = F
         report=GeneratorReport(),
         evaluates=evaluates,
     )
-    return HeartbeatThread(client, compose, STARTING)
+    return HeartbeatThread(client, compose, STARTING, timeline=timeline)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import xxhash
 
+from buffers.timeline import Timeline, Track
 from configs.disk import DiskFull, disk_full
 
 if TYPE_CHECKING:  # the driver looks for checkpoints, and importing torch would take it seconds
@@ -94,10 +95,11 @@ class CheckpointWriter:
     Each rank has one.
     """
 
-    def __init__(self, folder: Path, keep: int, world: "World") -> None:
+    def __init__(self, folder: Path, keep: int, world: "World", timeline: Timeline | None = None) -> None:
         """`world`: all ranks, in a world that only this writer uses, because the thread's collectives must
         not mix with training's."""
         self._folder, self._keep, self._world = folder, keep, world
+        self._timeline = timeline or Timeline()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[CheckpointManifest] | None = None
         self._temporary = folder
@@ -119,7 +121,8 @@ class CheckpointWriter:
         Collective. `write` writes this rank's part into the folder that it gets.
         """
         before = self.take_written(wait=True, on_progress=on_progress)
-        self._under_way = self._thread.submit(self._write_checkpoint, manifest, write)
+        writing = self._timeline.span(Track.checkpoint, f"writing the checkpoint of step {manifest.step}")
+        self._under_way = self._thread.submit(writing(self._write_checkpoint), manifest, write)
         return before
 
     def take_written(

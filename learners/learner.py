@@ -27,6 +27,7 @@ import pyarrow as pa
 from buffers import messages as m
 from buffers.client import TakenBatch
 from buffers.parity_probe import is_probed
+from buffers.timeline import Timeline, Track
 from buffers.trajectory import decode_batch
 from configs.schema import Config
 from learners import checkpoint
@@ -79,6 +80,7 @@ class Learner:
         probes: bool = False,
         say: Callable[[str], None] = lambda activity: None,
         turns: OwnGpu | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         """`publication`: None where nothing is published. `writers` is a second world of all ranks, for the
         checkpoint's thread. `turns`: the rank shares its GPU with engines, and has its turn now.
@@ -94,8 +96,9 @@ class Learner:
         self._turns.hand_over(trainer.models)
         self._feed = Feed(source, self._world, self._log_wait)
         self._writer = checkpoint.CheckpointWriter(
-            folder / "checkpoints", config.learner.keep_checkpoints, writers or World()
+            folder / "checkpoints", config.learner.keep_checkpoints, writers or World(), timeline
         )
+        self._timeline = timeline or Timeline()
         self.step = first_step
         """Steps trained, which is also the version held."""
         self._first_step = first_step
@@ -227,6 +230,7 @@ class Learner:
 
     def _report_step(self, metrics: dict[str, float], num_trained: int) -> None:
         """Tells the buffer that the step is trained, with its metrics."""
+        self._begin_activity(f"reporting step {self.step - 1}")
         if self._rank == 0:
             metrics |= self._publication.metrics() if self._publication is not None else {}
             report = m.ReportTrainedStep(

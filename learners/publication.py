@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import msgspec
 
 from buffers import messages as m
+from buffers.timeline import Timeline, Track
 from configs.disk import DiskFull, disk_full, is_disk_full
 from configs.host import boot_id
 from learners.world import World
@@ -95,12 +96,14 @@ class Publication:
         publisher: Publisher | None = None,
         memory: str = "",
         buffer: AnnouncedTo | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         """Collective. `world`: all ranks, in a world that only this uses, because the thread's collectives
         must not mix with training's. `publisher`: on the first rank of each host. `memory`: a name that the
         ranks of one host have in common; ranks that publish nothing may have any. `buffer`: on the first
         rank, hears of each version; None: nobody does."""
         self._world, self.publisher, self._buffer = world or World(), publisher, buffer
+        self._timeline = timeline or Timeline()
         own = RankPlace(memory, os.uname().nodename, publisher.address if publisher is not None else "")
         told = self._world.gather_messages(msgspec.json.encode(own))
         places = [msgspec.json.decode(one, type=RankPlace) for one in told]
@@ -220,6 +223,14 @@ class Publication:
     # ---- in the thread
 
     def _publish_version(self, version: int) -> Manifest:
+        with self._timeline.span(Track.publication, f"writing and digesting version {version}"):
+            manifest = self._write_version(version)
+        # All ranks wait for it: one that has its GPU by turns gives it to engines that take the version up.
+        with self._timeline.span(Track.publication, f"announcing version {version}"):
+            self._run_together(partial(self._announce_version, manifest))
+        return manifest
+
+    def _write_version(self, version: int) -> Manifest:
         began = time.perf_counter()
         assert self._rows is not None
         try:
@@ -238,8 +249,6 @@ class Publication:
         if self.write_s is None and self._world.rank == 0:
             self._log_first(agreed.manifest, time.perf_counter() - began)
         self.write_s = time.perf_counter() - began
-        # All ranks wait for it: one that has its GPU by turns gives it to engines that take the version up.
-        self._run_together(partial(self._announce_version, agreed.manifest))
         return agreed.manifest
 
     def _log_first(self, manifest: Manifest, write_s: float) -> None:

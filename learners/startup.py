@@ -13,6 +13,7 @@ from buffers import messages as m
 from buffers.client import BufferClient
 from buffers.connections import watch_small_requests
 from buffers.keys import start_authenticator
+from buffers.timeline import Timeline
 from configs.addresses import is_beyond_loopback
 from configs.learner import LearnerKind
 from configs.placement import PlacementMode
@@ -44,6 +45,7 @@ def start_learner(
     *,
     publish: bool = True,
     say: Callable[..., None] = lambda activity, moved=True: None,
+    timeline: Timeline | None = None,
 ) -> Learner:
     """Returns one rank of the learner, ready to run. Collective: it joins all ranks at `rendezvous`.
 
@@ -88,7 +90,7 @@ def start_learner(
         folder,
         source,
         Trainer(config, models, world, kl_coef),
-        open_publication(config, folder, incarnation, joined, say, source) if publish else None,
+        open_publication(config, folder, incarnation, joined, say, source, timeline) if publish else None,
         world,
         joined.writers,
         meter,
@@ -98,6 +100,7 @@ def start_learner(
         probes=publish and config.learner.engine is not LearnerKind.simulated,
         say=say,
         turns=turns,
+        timeline=timeline,
     )
 
 
@@ -163,6 +166,7 @@ def open_publication(
     joined: JoinedRank,
     say: Callable[[str], None],
     source: BatchSource,
+    timeline: Timeline | None = None,
 ) -> Publication:
     """Opens this rank's part in the publication of the run in this folder, behind the keys that the run has.
     The first rank announces versions over a connection of its own to the buffer of `source`.
@@ -196,7 +200,7 @@ def open_publication(
     # A first rank that digests the base of its adapters takes longer than a collective waits.
     joined.writers.gather_messages(b"", lambda: say("loading: waiting for the other ranks"))
     announced_to = open_announcements(source) if world.rank == 0 else None
-    return Publication(world, publisher, memory, announced_to)
+    return Publication(world, publisher, memory, announced_to, timeline)
 
 
 def open_announcements(source: BatchSource) -> BufferClient:

@@ -84,6 +84,7 @@ class LearnerTurns(OwnGpu):
         """Offloads the models, and gives the turn to the engines. Does nothing without a turn."""
         if not self._locks.is_holding:
             return
+        self._say("giving the GPU to the engines")
         if self._models is not None:
             self._models.offload()
             self._is_loaded = False

@@ -19,6 +19,7 @@ from buffers.client import BufferClient, BufferGone, TakenBatch
 from buffers.journal import read_groups
 from buffers.run_status import GeneratorReport
 from buffers.server import BufferServer, Stuck
+from buffers.timeline import Timeline
 from buffers.trajectory import GREEDY
 from configs.load import load_config
 from configs.schema import Config
@@ -274,6 +275,8 @@ class DamagedWeights(Subscriber):
 
 
 class StillHeart:
+    timeline = Timeline()
+
     def set_activity(self, activity: str, moves: bool = True) -> None: ...
 
 

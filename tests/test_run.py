@@ -1,6 +1,7 @@
 """Whole runs, as a user starts them: real processes, and for the main job real vLLM and real Ray. It comes
 last: the tiny model is made meanwhile."""
 
+import json
 import os
 import re
 import signal
@@ -17,8 +18,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffers.journal import read_groups
+from buffers.role_registry import STARTING
+from buffers.timeline import TimedSpan, Track
 from slipstream import export
 from slipstream.nursery import FOLDER
+from slipstream.timeline import read_timeline
 
 SUMMARY = {
     "mode": None, "status": None, "steps": None, "version": None, "wall_s": None,
@@ -261,6 +265,35 @@ def test_the_main_job_learns_survives_a_killed_generator_and_accounts_for_every_
         events.Tags()["scalars"]
     )
     run.assert_nothing_left()
+
+
+def test_its_timeline_shows_that_versions_are_written_beside_training_and_when_each_engine_loads_them(
+    main_job: tuple[StartedRun, str],
+) -> None:
+    run, _ = main_job
+    assert (run.folder / "timeline.png").read_bytes()[:4] == b"\x89PNG"
+    roles = read_timeline(run.folder)
+    assert list(roles) == ["learner-0", "generator-0", "generator-1"]
+    by_name: dict[str, list[TimedSpan]] = {}
+    for span in roles["learner-0"]:
+        by_name.setdefault(span.name, []).append(span)
+    assert all(f"training step {step}" in by_name for step in range(40))
+    for version in range(41):
+        (written,) = by_name[f"writing and digesting version {version}"]
+        copied = by_name[f"copying version {version}"][0]
+        assert written.cat is Track.publication and copied.cat is Track.activity
+        assert copied.ts <= written.ts <= by_name[f"announcing version {version}"][0].ts
+    assert by_name["writing the checkpoint of step 40"][0].cat is Track.checkpoint
+    for name in ("generator-0", "generator-1"):
+        loads = [span for span in roles[name] if span.cat is Track.weights and "loading" in span.name]
+        assert len(loads) > 3
+        for load in loads:
+            announced = by_name[f"announcing version {load.args['version']}"][0]
+            assert announced.ts < load.ts, "an engine takes up what was announced before"
+    starts = [span for span in roles["generator-0"] if span.name == STARTING]
+    assert len(starts) == 2, "the one that was killed has gone on with its file"
+    events = json.loads((run.folder / "timeline.json").read_text())
+    assert sum(event["ph"] == "X" for event in events) == sum(map(len, roles.values()))
 
 
 def test_the_run_is_trained_again_from_its_journal_to_the_same_bits(main_job: tuple[StartedRun, str]) -> None:

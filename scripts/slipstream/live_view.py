@@ -177,8 +177,8 @@ class LiveView:
             self.print_line(line)
         restarts = describe_restarts(learner=self._num_restarts, buffer=self._num_buffer_restarts)
         self._rich.print(
-            f"{self._format_clock()}  {status}{restarts}. Summary, curves, journal, checkpoints, TensorBoard "
-            "and logs: "
+            f"{self._format_clock()}  {status}{restarts}. Summary, curves, timeline, journal, checkpoints, "
+            "TensorBoard and logs: "
             f"{self._folder}",
             soft_wrap=True,
             markup=False,

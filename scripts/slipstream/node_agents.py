@@ -23,6 +23,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from buffers.files import replace_file
+from buffers.timeline import FOLDER as TIMELINES
+from configs.disk import DiskFull
 from learners import checkpoint
 from slipstream.cluster_nodes import ClusterNode
 from slipstream.ray_waits import wait_for_results
@@ -119,6 +121,10 @@ class NodeAgent:
 
     def read_log_end(self, name: str, logs: Path) -> str:
         return read_log_end(name, logs)
+
+    def read_timelines(self, run: Path) -> dict[str, bytes]:
+        """Returns the timelines that roles have written here, by name of the file."""
+        return {path.name: path.read_bytes() for path in (run / TIMELINES).glob("*.json")}
 
     def is_alive(self, pid: int) -> bool:
         try:
@@ -260,6 +266,23 @@ class NodeAgents:
         except ray.exceptions.RayError as error:
             raise RoleFailed(f"{self.nodes[node]} does not answer: {explain_lost_actor(error)}") from None
         return found
+
+    def bring_timelines(self, run: Path) -> list[str]:
+        """Brings the timelines of roles on other nodes into the run's folder, as
+        `timeline/<host>/<role>.json`. Returns a line about each node whose timelines are missing. Raises
+        Interrupted."""
+        missing = []
+        for name in self._agents:
+            node = self.nodes[name]
+            folder = run / TIMELINES / f"{node.hostname}-{node.address}"
+            try:
+                files = self.ask(name, NodeAgent.read_timelines, run)
+                folder.mkdir(parents=True, exist_ok=True)
+                for file, data in files.items():
+                    replace_file(folder / file, data, sync=False)
+            except (RoleFailed, DiskFull, OSError) as error:
+                missing.append(f"the timeline lacks the roles on {node}: {error}")
+        return missing
 
     def wait_until_gone(self, processes: Sequence[tuple[str, int]], limit_s: float) -> None:
         """Waits for processes [node and number] that are to end, up to `limit_s`, and kills those that do not

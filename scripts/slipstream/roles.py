@@ -20,6 +20,7 @@ from buffers.client import BufferClient
 from buffers.heartbeat import HeartbeatThread
 from buffers.keys import KeyRole
 from buffers.parcels import PARCELS
+from buffers.timeline import Timeline
 from configs.load import to_yaml
 from configs.schema import Config
 from learners.memory import explain_shortage
@@ -95,10 +96,11 @@ def end_with_driver(driver_pid: int | None, raylet: psutil.Process, own_cluster:
 
 
 @contextlib.contextmanager
-def send_heartbeats(client: BufferClient, name: str) -> Iterator[HeartbeatThread]:
-    """Tells the buffer that a rank of the learner lives. A rank that ends well says farewell; one that fails
-    falls silent."""
-    heart = HeartbeatThread(client, partial(m.RoleHeartbeat, role=name), "loading the model")
+def send_heartbeats(client: BufferClient, name: str, run: Path) -> Iterator[HeartbeatThread]:
+    """Tells the buffer, and the timeline in the run's folder, what a rank of the learner does. A rank that
+    ends well says farewell; one that fails falls silent."""
+    compose = partial(m.RoleHeartbeat, role=name)
+    heart = HeartbeatThread(client, compose, "loading the model", timeline=Timeline(run, name))
     try:
         yield heart
     except BaseException:
@@ -197,6 +199,7 @@ class GeneratorRole(RoleProcess):
             patience_s=self._patience_s,
             turns_of=self._run_folder if place.takes_turns else None,
             on_gpus=bool(place.gpus),
+            timeline=Timeline(self._run_folder, name),
         )
         self._joins = False
         if self._is_leaving:  # a library, or a destructor, has swallowed what the signal raised
@@ -230,7 +233,7 @@ class LearnerRole(RoleProcess):
                 client = BufferClient(
                     address, timeout_s=patience_s, keys=config.buffer.keys, role=KeyRole.learner
                 )
-                with send_heartbeats(client.open_another(), f"learner-{rank}") as heart:
+                with send_heartbeats(client.open_another(), f"learner-{rank}", folder) as heart:
                     # After the first heartbeat: importing torch takes seconds.
                     from generators.run_files import bring_model
                     from learners.rank_hosts import reads_weights
@@ -240,7 +243,14 @@ class LearnerRole(RoleProcess):
                         bring_model(config, client, partial(_say_loading, heart))
                     with explain_shortage(config):
                         start_learner(
-                            config, folder, client, rank, rendezvous, resume_step, say=heart.set_activity
+                            config,
+                            folder,
+                            client,
+                            rank,
+                            rendezvous,
+                            resume_step,
+                            say=heart.set_activity,
+                            timeline=heart.timeline,
                         ).run()
         except Exception as error:
             return describe_failure(error)

@@ -26,6 +26,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -173,7 +174,7 @@ class Run:
             status = self._close_record(status)
             # A learner that was killed leaves its versions in shared memory.
             sweep_folders(SHARED_MEMORY)
-        self._draw_curves()
+        self._draw_pictures()
         losses = self._record.close_trackers(status, self._signals)
         self._view.print_conclusion(status, news, self._record.evaluations)
         for line in losses:
@@ -328,6 +329,9 @@ class Run:
         buffer.stop(max(0.5, deadline - time.monotonic()))
         buffer.close()
         self._places.end_roles()
+        if self._places.spans_nodes:
+            for line in self._places.agents.bring_timelines(self._folder):
+                self._view.print_line(line)
 
     def _note_buffer_restart(self) -> None:
         self._record.note_buffer_restart()
@@ -345,21 +349,27 @@ class Run:
             return "failed"
         return status
 
-    def _draw_curves(self) -> None:
-        """Draws the picture of the run. A picture that cannot be drawn does not change how the run has
-        ended."""
-        if not self._record.num_steps or TENSORBOARD not in self._config.tracking.trackers:
+    def _draw_pictures(self) -> None:
+        """Draws `curves.png` and the timeline."""
+        if not self._record.num_steps:
             return
-        try:
-            # Here, because the library takes a second to import.
-            from slipstream.curves import draw_curves
+        # Imported here, because the library takes a second to import.
+        from slipstream.curves import draw_curves
+        from slipstream.timeline import draw_run
 
+        if TENSORBOARD in self._config.tracking.trackers:
+            self._try_to_draw("curves.png", lambda: draw_curves(self._folder, self._record.evaluations))
+        self._try_to_draw("timeline.png", lambda: draw_run(self._folder))
+
+    def _try_to_draw(self, name: str, draw: Callable[[], object]) -> None:
+        """Draws a picture. One that cannot be drawn does not change how the run has ended."""
+        try:
             with self._signals.interruptible():
-                draw_curves(self._folder, self._record.evaluations)
+                draw()
         except Interrupted:
             pass
         except Exception as error:
-            self._view.print_line(f"curves.png could not be drawn: {type(error).__name__}: {error}")
+            self._view.print_line(f"{name} could not be drawn: {type(error).__name__}: {error}")
 
     def _print_failure(self, error: Exception) -> None:
         print(f"\n{error}\nThe run has failed. Logs: {self._logs}", file=sys.stderr)

@@ -1,0 +1,186 @@
+"""The timeline of a run: the roles' files, what is made of them, and what may not happen to a role."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from buffers import timeline as t
+from buffers.timeline import TimedSpan, Timeline, Track, make_span, read_spans
+from slipstream import timeline
+from slipstream.node_agents import NodeAgent
+from slipstream.timeline_picture import MAX_OTHERS, choose_rows, find_window
+
+ROLE_THAT_IS_KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+from buffers.timeline import Timeline, Track
+timeline = Timeline(Path(sys.argv[1]), "learner-0")
+for step in range(3):
+    timeline.begin_activity(f"training step {step}")
+    with timeline.span(Track.publication, f"writing and digesting version {step}"):
+        time.sleep(0.002)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+class ManualClock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+def read_as_perfetto(path: Path) -> list[dict[str, object]]:
+    """Reads a role's file, whose array has no end: every other byte must be right."""
+    text = path.read_text()
+    assert text.endswith(",\n")
+    return json.loads(f"{text[:-2]}]")
+
+
+def test_a_file_is_whole_after_a_kill_and_a_torn_line_and_the_next_life_goes_on_with_it(
+    tmp_path: Path,
+) -> None:
+    killed = subprocess.run([sys.executable, "-c", ROLE_THAT_IS_KILLED, str(tmp_path)])
+    assert killed.returncode == -signal.SIGKILL
+    path = tmp_path / "timeline" / "learner-0.json"
+    names = [event["name"] for event in read_as_perfetto(path) if event["ph"] == "X"]
+    assert [name for name in names if "writing" in str(name)] == [
+        f"writing and digesting version {version}" for version in range(3)
+    ]
+    assert "training step 0" in names, "what has ended is in the file"
+    with open(path, "ab") as file:
+        file.write(b'{"name":"training st')
+    again = Timeline(tmp_path, "learner-0")
+    with again.span(Track.checkpoint, "writing the checkpoint of step 7"):
+        pass
+    again.close()
+    spans = [event for event in read_as_perfetto(path) if event["ph"] == "X"]
+    assert [one["name"] for one in spans] == [*names, "writing the checkpoint of step 7"]
+    assert spans[-1]["args"] == {"step": 7} and spans[-1]["cat"] == "checkpoint"
+    assert {one["tid"] for one in spans} == {1, 2, 3}, "each track has a number of its own"
+
+
+def test_a_role_keeps_the_newest_spans_within_bounds(tmp_path: Path) -> None:
+    bounded = Timeline(tmp_path, "generator-0", max_file_bytes=10_000)
+    for version in range(1000):
+        with bounded.span(Track.weights, f"loading version {version}"):
+            pass
+    paths = list((tmp_path / "timeline").iterdir())
+    assert {path.name for path in paths} == {"generator-0.json", "generator-0.before.json"}
+    kept = [span.args["version"] for span in timeline.read_timeline(tmp_path)["generator-0"]]
+    assert kept == list(range(min(kept), 1000)) and len(kept) > 50, "nothing is missing in between"
+    for path in paths:
+        assert path.stat().st_size < 11_000
+        read_as_perfetto(path)
+    assert len(timeline.read_timeline(tmp_path, 4000)["generator-0"]) < 40, "so is what a picture reads"
+
+
+def test_an_activity_goes_on_after_a_moment_of_something_else(tmp_path: Path, clock: ManualClock) -> None:
+    role = Timeline(tmp_path, "generator-0", clock, clock)
+    for activity, seconds in [
+        ("sampling", 1.0), ("scoring", t.SHORT_S / 2), ("sampling", 2.0), ("scoring", 0.5), ("sampling", 1.0),
+    ]:  # fmt: skip
+        role.begin_activity(activity)
+        clock.now += seconds
+    role.close()
+    role.begin_activity("after the end")
+    spans = read_spans(tmp_path / "timeline" / "generator-0.json")
+    assert [(span.name, span.dur) for span in spans] == [
+        ("sampling", 3_000_500), ("scoring", 500_000), ("sampling", 1_000_000),
+    ]  # fmt: skip
+    assert [span.ts for span in spans] == [1_000_000_000, 1_003_000_500, 1_003_500_500]
+
+
+def test_a_full_disk_ends_the_timeline_and_not_the_role(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (small_disk / "ballast").write_bytes(bytes(1_400_000))
+    role = Timeline(small_disk, "learner-0")
+    for step in range(2000):
+        role.begin_activity(f"training step {step}")
+        with role.span(Track.publication, f"writing and digesting version {step}"):
+            pass
+    assert [record.message for record in caplog.records if "the timeline ends here" in record.message]
+    (small_disk / "ballast").unlink()
+    again = Timeline(small_disk, "learner-0")
+    with again.span(Track.publication, "writing and digesting version 5000"):
+        pass
+    assert read_as_perfetto(small_disk / "timeline" / "learner-0.json")[-1]["args"] == {"version": 5000}
+
+
+def test_a_timeline_that_cannot_be_opened_is_none(tmp_path: Path) -> None:
+    (tmp_path / "timeline").write_text("a file in the place of the folder")
+    role = Timeline(tmp_path, "learner-0")
+    role.begin_activity("training step 0")
+    with pytest.raises(KeyError), role.span(Track.publication, "writing"):
+        raise KeyError("an error passes through")
+    role.close()
+
+
+def make_steps(first: int, last: int, begin: float) -> list[TimedSpan]:
+    """Steps that take two seconds each, after a second of waiting."""
+    spans = [make_span(Track.activity, "loading the model", begin - 1, 1)]
+    for at, step in enumerate(range(first, last + 1)):
+        waits = begin + 3 * at
+        spans.append(make_span(Track.activity, f"waiting for the batch of step {step}", waits, 1))
+        spans.append(make_span(Track.activity, f"training step {step}", waits + 1, 2))
+    return spans
+
+
+def test_the_picture_shows_the_newest_steps_of_the_present_life() -> None:
+    lives = make_steps(0, 9, 1000) + make_steps(8, 9, 90_000)
+    window = find_window(lives, 4)
+    assert window is not None and list(window.steps) == [8, 9], "no picture has a night in its middle"
+    assert window.begin == 90_000_000_000 and 90_006_000_000 < window.end < 90_010_000_000
+    window = find_window(make_steps(0, 9, 1000), 4)
+    assert window is not None and list(window.steps) == [6, 7, 8, 9]
+    waited = [
+        make_span(Track.activity, "waiting for the batch of step 0", 0, 1001),
+        *make_steps(0, 0, 1000)[2:],
+    ]
+    window = find_window(waited, 4)
+    assert window is not None and window.begin == 1_000_000_000, "a long wait leaves the step its room"
+    assert find_window(make_steps(0, -1, 1000), 4) is None
+
+
+def test_a_run_of_many_roles_is_drawn_and_roles_on_other_hosts_count_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "run"
+    roles = {f"generator-{number}": make_steps(0, 5, 1000.0)[:1] for number in range(20)}
+    for role, spans in (roles | {"learner-0": make_steps(0, 5, 1000.0), "learner-1": []}).items():
+        writer = Timeline(own, role)
+        for span in spans + [make_span(Track.weights, "loading version 3", 1012, 0.1)] * (role in roles):
+            writer._write_span(span)
+        writer.close()
+    # A host that shares the file system has the same file, and one that does not has another.
+    brought = NodeAgent(sweeps=False).read_timelines(own)
+    (own / "timeline" / "host-2").mkdir()
+    (own / "timeline" / "host-2" / "generator-3.json").write_bytes(brought["generator-3.json"])
+    (own / "timeline" / "host-2" / "generator-20.json").write_bytes(brought["generator-4.json"])
+    assert timeline.main([str(own)]) == 0
+    assert capsys.readouterr().out.split() == [str(own / name) for name in ("timeline.json", "timeline.png")]
+    assert (own / "timeline.png").read_bytes()[:4] == b"\x89PNG"
+    events = json.loads((own / "timeline.json").read_text())
+    names = [one["args"]["name"] for one in events if one["name"] == "process_name"]
+    assert names == ["learner-0", "learner-1", *(f"generator-{number}" for number in range(21))]
+    loads = [one["pid"] for one in events if one["name"] == "loading version 3"]
+    assert sorted(loads) == list(range(3, 24)), "one of each generator"
+    read = timeline.read_timeline(own)
+    window = find_window(read["learner-0"], 4)
+    assert window is not None
+    rows, num_left_out = choose_rows(read, window)
+    assert rows[0] == ("learner-0", Track.activity) and num_left_out == 21 - MAX_OTHERS
+    with pytest.raises(SystemExit):
+        timeline.main([str(tmp_path)])
+    assert "the run must be a folder in which roles have a timeline/" in capsys.readouterr().err
