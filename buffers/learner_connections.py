@@ -8,6 +8,7 @@ LearnerRequest = (
     m.PublishVersion
     | m.ReportTrainedStep
     | m.ReportCheckpoint
+    | m.LocateJournal
     | m.RequestBatch
     | m.RequestParityProbe
     | m.ReportDamagedGroups

@@ -53,15 +53,12 @@ class Feed:
         world: World,
         log: Callable[[str], None],
         host: str = "",
-        before_wait: Callable[[], None] | None = None,
     ) -> None:
         """Collective. `host` is a name that the ranks of one host have in common; empty: see `identify_host`.
 
-        `log` is called every now and then while there is no batch, with what is waited for. `before_wait` is
-        called by the rank that asks the buffer when the batch is not there yet: it may depend on what the
-        rank has to do first.
+        `log` is called every now and then while there is no batch, with what is waited for.
         """
-        self._source, self._world, self._log, self._before_wait = source, world, log, before_wait
+        self._source, self._world, self._log = source, world, log
         self._host = host or identify_host()
         hosts = [message.decode() for message in world.gather_messages(self._host.encode())]
         self._fetches = hosts.index(self._host) == world.rank
@@ -134,11 +131,6 @@ class Feed:
         return msgspec.json.decode(reason, type=str | None)
 
     def _ask_buffer(self, step: int) -> TakenBatch | m.RunStopped:
-        if self._before_wait is not None:
-            taken = self._source.take_batch(step, 0.0)
-            if not isinstance(taken, m.NotReadyYet):
-                return taken
-            self._before_wait()
         while isinstance(taken := self._source.take_batch(step, PATIENCE_S), m.NotReadyYet):
             self._log(f"waiting: {taken.waiting_for}")
         return taken

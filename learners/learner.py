@@ -2,11 +2,11 @@
 
 copy version v ─▶ take the batch due at step v ─▶ one training step (`learners.step`) ─┐
     ▲     │                                                                             │
-    │     └─▶ a thread writes version v, then it is announced                           │
+    │     └─▶ a thread writes version v, and announces it                               │
     └──────────── checkpoint ◀── report of step v ◀── copy version v + 1 ◀──────────────┘
 
-A version is announced while the next step trains, or, where the buffer has no batch for that step, before the
-learner waits for one.
+The thread announces a version when it is written: while the next step trains, or while the learner waits for
+a batch.
 
 A rank that shares its GPU with engines by turns (`sync.turns`) has it from its batch to the publication.
 
@@ -27,7 +27,7 @@ import pyarrow as pa
 from buffers import messages as m
 from buffers.client import TakenBatch
 from buffers.parity_probe import is_probed
-from buffers.timeline import Timeline, Track
+from buffers.timeline import Timeline
 from buffers.trajectory import decode_batch
 from configs.schema import Config
 from learners import checkpoint
@@ -59,8 +59,8 @@ class BatchSource(Protocol):
 class Learner:
     """One rank of the learner.
 
-    All ranks train and publish their rows; only the first one announces versions, reports to the buffer and
-    completes checkpoints.
+    All ranks train and publish their rows; only the first one reports to the buffer and completes
+    checkpoints.
     """
 
     def __init__(
@@ -94,11 +94,10 @@ class Learner:
         self._world, self._meter = world or World(), meter or MemoryMeter(cuda=False)
         self._turns = turns or OwnGpu()
         self._turns.hand_over(trainer.models)
-        self._feed = Feed(source, self._world, self._log_wait, before_wait=self._finish_publication)
+        self._feed = Feed(source, self._world, self._log_wait)
         self._writer = checkpoint.CheckpointWriter(
             folder / "checkpoints", config.learner.keep_checkpoints, writers or World(), timeline
         )
-        self._timeline = timeline or Timeline()
         self.step = first_step
         """Steps trained, which is also the version held."""
         self._first_step = first_step
@@ -122,14 +121,14 @@ class Learner:
         try:
             with self._turns.hold("publishing the first version"):
                 self._publish_version()
-                self._announce_within_turn()
+                self._finish_within_turn()
             if self._probes:
                 self._compare_probe()
             while (batch := self._take_batch()) is not None:
                 with self._turns.hold(f"training step {self.step}"):
                     metrics, num_trained = self._train_step(batch)
                     self._publish_version()
-                    self._announce_within_turn()
+                    self._finish_within_turn()
                     is_saved = self.step % self._config.learner.checkpoint_every == 0
                     if not is_saved:
                         self._turns.end()
@@ -208,38 +207,25 @@ class Learner:
         self._publication.waited_s = time.perf_counter() - began
 
     def _get_on_with_step(self) -> None:
-        """Called whenever a training step gets on: announces the version that has been written meanwhile."""
+        """Called whenever a training step gets on. Raises the error of a publication beside it."""
         self._repeat_activity()
-        self._announce_version()
+        if self._publication is not None:
+            self._publication.check_alive()
 
-    def _finish_publication(self) -> None:
-        """Waits for the version under way, if any, and announces it."""
-        self._announce_version(wait=True)
-
-    def _announce_within_turn(self) -> None:
-        """Announces the newest version before the engines have their turn: it is what they wake up for."""
+    def _finish_within_turn(self) -> None:
+        """Waits for the newest version before the engines have their turn: it is what they wake up for."""
         if self._turns.are_shared:
             self._finish_publication()
 
-    def _announce_version(self, *, wait: bool = False) -> None:
-        """Announces a version that has become complete. Raises the error that its publication has ended
-        with."""
-        if self._publication is None:
+    def _finish_publication(self) -> None:
+        """Waits until the version under way, if any, is announced. Raises the error that its publication has
+        ended with."""
+        if self._publication is None or not self._publication.is_under_way:
             return
         before = self._activity
-        if wait and self._publication.is_under_way:
-            self._begin_activity("writing the newest version")
-        manifest = self._publication.take_complete(wait=wait, on_progress=self._repeat_activity)
-        if self._activity != before:
-            self._begin_activity(before)
-        if manifest is None or self._rank > 0:
-            return
-        request = m.PublishVersion(
-            version=manifest.version, manifest_locator=self._publication.announce(manifest)
-        )
-        with self._timeline.span(Track.publication, f"announcing version {manifest.version}"):
-            reply = self._source.call(request, m.PublishedVersion)
-        self._publication.needed_versions = frozenset(reply.needed_versions)
+        self._begin_activity("writing the newest version")
+        self._publication.finish_version(self._repeat_activity)
+        self._begin_activity(before)
 
     def _report_step(self, metrics: dict[str, float], num_trained: int) -> None:
         """Tells the buffer that the step is trained, with its metrics."""

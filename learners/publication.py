@@ -5,7 +5,8 @@
     thread                     └─▶ write, digest ─▶ manifest, complete ─▶ the first rank announces it
 
 Training waits for the copy alone, and for the publication before it where that still goes on. A version is
-announced when it is complete: its file has all rows, and the manifest is beside it.
+announced as soon as it is complete, whatever training is at: its file has all rows, and the manifest is
+beside it.
 
 The ranks of a host write one file. With ranks on several hosts each host has a file of the same layout, with
 holes where others have rows, and the first rank of each host serves it.
@@ -20,9 +21,11 @@ from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
 
+from buffers import messages as m
 from buffers.timeline import Timeline, Track
 from configs.disk import DiskFull, disk_full, is_disk_full
 from configs.host import boot_id
@@ -41,6 +44,14 @@ LOOK_S = 1.0
 
 PartStream = Callable[[], Iterable[TensorPart]]
 """Yields this rank's parts of the model held."""
+
+
+class AnnouncedTo(Protocol):
+    """Takes the announcements: a `BufferClient` that nobody else uses."""
+
+    def call(self, request: m.Request, expect: type[Any]) -> Any: ...
+
+    def close(self) -> None: ...
 
 
 class RankPlace(msgspec.Struct, frozen=True):
@@ -84,12 +95,14 @@ class Publication:
         world: World | None = None,
         publisher: Publisher | None = None,
         memory: str = "",
+        buffer: AnnouncedTo | None = None,
         timeline: Timeline | None = None,
     ) -> None:
         """Collective. `world`: all ranks, in a world that only this uses, because the thread's collectives
         must not mix with training's. `publisher`: on the first rank of each host. `memory`: a name that the
-        ranks of one host have in common; ranks that publish nothing may have any."""
-        self._world, self.publisher = world or World(), publisher
+        ranks of one host have in common; ranks that publish nothing may have any. `buffer`: on the first
+        rank, hears of each version; None: nobody does."""
+        self._world, self.publisher, self._buffer = world or World(), publisher, buffer
         self._timeline = timeline or Timeline()
         own = RankPlace(memory, os.uname().nodename, publisher.address if publisher is not None else "")
         told = self._world.gather_messages(msgspec.json.encode(own))
@@ -108,7 +121,7 @@ class Publication:
         """The hosts that have rows, and the first rank's."""
         self._source_of: dict[int, int] = {}
         """By host, its number among them."""
-        self.needed_versions: frozenset[int] = frozenset()
+        self._needed_versions: frozenset[int] = frozenset()
         """On the first rank, the versions that stay because they are evaluated later."""
         self.waited_s = 0.0
         """Seconds that training waited for the last publication: for its copy, and for the one before."""
@@ -122,7 +135,7 @@ class Publication:
 
     @property
     def is_under_way(self) -> bool:
-        """True until `take_complete` has returned the version that was begun last, or raised."""
+        """True until `finish_version` has returned the version that was begun last, or raised."""
         return self._under_way is not None
 
     def check_alive(self) -> None:
@@ -136,7 +149,7 @@ class Publication:
     def begin_version(
         self, version: int, stream: PartStream, on_progress: Callable[[], None] = lambda: None
     ) -> None:
-        """Copies this rank's rows; a thread publishes the copy. `take_complete` must have returned the
+        """Copies this rank's rows; a thread publishes the copy. `finish_version` must have returned the
         version before.
 
         The first call is collective, and so is what `stream` calls for.
@@ -146,18 +159,15 @@ class Publication:
             self._agree_on_layout(stream())
         assert self._rows is not None
         self._rows.copy_parts(_watch_parts(stream(), on_progress))
-        writing = self._timeline.span(Track.publication, f"writing and digesting version {version}")
-        self._under_way = self._thread.submit(writing(self._publish_version), version)
+        self._under_way = self._thread.submit(self._publish_version, version)
 
-    def take_complete(
-        self, *, wait: bool = False, on_progress: Callable[[], None] = lambda: None
-    ) -> Manifest | None:
-        """Returns the manifest of a version that has become complete, once; else None.
+    def finish_version(self, on_progress: Callable[[], None] = lambda: None) -> Manifest | None:
+        """Waits until the version under way is complete and announced, and returns its manifest; None when
+        none is under way.
 
-        With `wait` it waits for the version under way, and calls `on_progress` while that one gets on. Raises
-        the error that its publication ended with, on all ranks.
+        Calls `on_progress` while it gets on. Raises the error that the publication ended with, on all ranks.
         """
-        if self._under_way is None or not (wait or self._under_way.done()):
+        if self._under_way is None:
             return None
         assert self._rows is not None
         before = -1
@@ -168,12 +178,6 @@ class Publication:
             futures.wait([self._under_way], LOOK_S)
         done, self._under_way = self._under_way, None
         return done.result()
-
-    def announce(self, manifest: Manifest) -> str:
-        """Returns the announcement of a complete version, on the first rank. It names no host where none has
-        the whole file."""
-        assert self.publisher is not None
-        return self.publisher.announce_version(manifest)
 
     def metrics(self) -> dict[str, float]:
         """Returns measurements of the last publication that training waited for, and the seconds that the
@@ -190,6 +194,8 @@ class Publication:
 
     def close(self) -> None:
         """Lets the thread end after what it is at, does not wait for it, and closes the publisher."""
+        if self._buffer is not None:
+            self._thread.submit(self._buffer.close)
         self._thread.shutdown(wait=False)
         if self.publisher is not None:
             self.publisher.close()
@@ -211,6 +217,13 @@ class Publication:
     # ---- in the thread
 
     def _publish_version(self, version: int) -> Manifest:
+        with self._timeline.span(Track.publication, f"writing and digesting version {version}"):
+            manifest = self._write_version(version)
+        # All ranks wait for it: one that has its GPU by turns gives it to engines that take the version up.
+        self._run_together(partial(self._announce_version, manifest))
+        return manifest
+
+    def _write_version(self, version: int) -> Manifest:
         began = time.perf_counter()
         assert self._rows is not None
         try:
@@ -277,12 +290,25 @@ class Publication:
             hosts = [self._source_of.get(host, 0) for host in self._hosts]
             parts = self._layout.describe_parts(told, self._sources, hosts)
         manifest = self.publisher.describe_version(version, self._layout, entries, parts)
-        return msgspec.json.encode(AgreedVersion(manifest, self.needed_versions))
+        return msgspec.json.encode(AgreedVersion(manifest, self._needed_versions))
 
     def _complete_version(self, agreed: AgreedVersion) -> bytes:
         if self.publisher is not None:
             self.publisher.needed_versions = agreed.needed_versions
             self.publisher.complete_version(agreed.manifest)
+        return b""
+
+    def _announce_version(self, manifest: Manifest) -> bytes:
+        """Tells the buffer where the version is. The announcement names no host where none has the whole
+        file."""
+        if self._buffer is not None:
+            assert self.publisher is not None
+            request = m.PublishVersion(
+                version=manifest.version, manifest_locator=self.publisher.announce_version(manifest)
+            )
+            with self._timeline.span(Track.publication, f"announcing version {manifest.version}"):
+                reply = self._buffer.call(request, m.PublishedVersion)
+            self._needed_versions = frozenset(reply.needed_versions)
         return b""
 
     def _run_together(self, action: Callable[[], bytes]) -> list[bytes]:

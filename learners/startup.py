@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from buffers import messages as m
+from buffers.client import BufferClient
 from buffers.connections import watch_small_requests
 from buffers.keys import start_authenticator
 from buffers.timeline import Timeline
@@ -88,7 +90,7 @@ def start_learner(
         folder,
         source,
         Trainer(config, models, world, kl_coef),
-        open_publication(config, folder, incarnation, joined, say, timeline) if publish else None,
+        open_publication(config, folder, incarnation, joined, say, source, timeline) if publish else None,
         world,
         joined.writers,
         meter,
@@ -163,9 +165,11 @@ def open_publication(
     incarnation: str,
     joined: JoinedRank,
     say: Callable[[str], None],
+    source: BatchSource,
     timeline: Timeline | None = None,
 ) -> Publication:
     """Opens this rank's part in the publication of the run in this folder, behind the keys that the run has.
+    The first rank announces versions over a connection of its own to the buffer of `source`.
 
     Collective. Raises ValueError on all ranks of several hosts where the transport cannot bring parts.
     """
@@ -189,7 +193,18 @@ def open_publication(
             publisher = open_host_publisher(config, folder, incarnation, guards)
     # A first rank that digests the base of its adapters takes longer than a collective waits.
     joined.writers.gather_messages(b"", lambda: say("loading: waiting for the other ranks"))
-    return Publication(world, publisher, memory, timeline)
+    announced_to = open_announcements(source) if world.rank == 0 else None
+    return Publication(world, publisher, memory, announced_to, timeline)
+
+
+def open_announcements(source: BatchSource) -> BufferClient:
+    """Opens the connection of the publication's thread."""
+    assert isinstance(source, BufferClient), "a recording hears of no version"
+    client = source.open_another()
+    # From its first request on, the buffer knows a connection for one of this life of the learner. An
+    # announcement that comes when this life is over must not be the first.
+    client.call(m.LocateJournal(), m.JournalLocation)
+    return client
 
 
 def make_guards(config: Config) -> SocketGuards:

@@ -345,6 +345,18 @@ def test_what_fits_no_hosts_says_what_it_needs(say: Callable[..., tuple[int, str
     assert re.search(r"With --hosts \d+ this would:", said), "larger GPUs hold a layer of it"
 
 
+def test_what_fits_no_hosts_in_float32_is_told_what_fits_in_bfloat16(
+    say: Callable[..., tuple[int, str]],
+) -> None:
+    words = "model.dtype=float32 --gpus 8 --gpu-memory 80"
+    status, said = say("Qwen3-235B-A22B", words)
+    proposed = re.search(r"With another model.dtype and --hosts (\d+) this would:\n  (.*)\n  on ", said)
+    assert status == 1 and "however many there are" in said and proposed is not None
+    assert proposed[2].startswith("model.dtype=bfloat16 ")
+    status, said = say("Qwen3-235B-A22B", f"{words} {proposed[2]} --hosts {proposed[1]}")
+    assert status == 0, said
+
+
 def test_fewer_hosts_than_named_would_not_do() -> None:
     config, model = load_config(BFLOAT16), make_model("Llama-3.1-70B")
     found = propose_layout(config, model, make_hardware())

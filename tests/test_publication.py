@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from buffers import messages as m
-from buffers.client import TakenBatch
+from buffers.client import RefusedByBuffer, TakenBatch
 from buffers.trajectory import Trajectory, to_batch
 from configs.disk import DiskFull
 from configs.load import load_config
@@ -32,6 +32,7 @@ from learners.learner import Learner
 from learners.packing import Batch
 from learners.publication import Publication
 from learners.world import World
+from sync.announcement import parse_announcement
 from sync.digest import CHUNK_BYTES, tensor_digest
 from sync.file_layout import FileLayout, SpanDigests, note_forms
 from sync.manifest import DigestMismatch, FilePart, FileParts, Manifest, PartSource, parse_manifest
@@ -150,7 +151,7 @@ def publish(
     publication: Publication, version: int, tensors: Weights, rank: int = 0, size: int = 1
 ) -> Manifest:
     publication.begin_version(version, lambda: split_model(tensors, rank, size))
-    manifest = publication.take_complete(wait=True)
+    manifest = publication.finish_version()
     assert manifest is not None
     return manifest
 
@@ -166,8 +167,8 @@ def publish_on_ranks(world: World, folder: Path) -> list[tuple[str, int]]:
         publication.begin_version(version, lambda parts=parts: parts)  # type: ignore[misc]
         for tensor in tensors.values():
             tensor.fill_(7)
-        manifest = publication.take_complete(wait=True)
-        assert manifest is not None and publication.take_complete() is None
+        manifest = publication.finish_version()
+        assert manifest is not None and publication.finish_version() is None
         if world.rank == 0:
             snapshot = Snapshot(manifest)
             snapshot.verify_bytes()
@@ -285,20 +286,31 @@ def test_a_manifest_whose_parts_contradict_it_is_refused(tmp_path: Path) -> None
 
 
 class RecordingBuffer:
-    """A buffer that takes note of what it is asked, and has batches."""
+    """A buffer that takes note of what it is asked, and has batches: each when its version is announced,
+    unless they are `ready`. It knows `versions`, announced and in order, and their weights."""
 
     def __init__(self, batch: TakenBatch, ready: bool) -> None:
         self.batch, self.ready, self.events = batch, ready, list[str]()
+        self.versions, self.weights, self.refused = list[int](), list[Tensor](), -1
 
     def take_batch(self, step: int, wait_s: float) -> TakenBatch | m.NotReadyYet:
-        self.events.append(f"waits for {step}" if wait_s else f"asks for {step}")
-        return self.batch if self.ready or wait_s else m.NotReadyYet(waiting_for="a moment")
+        return self.batch if self.ready or self.wait_for(step) else m.NotReadyYet(waiting_for="a version")
+
+    def wait_for(self, version: int, wait_s: float = 10.0) -> bool:
+        deadline = time.monotonic() + wait_s
+        while version not in self.versions and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return version in self.versions
 
     def call(self, request: m.Request, expect: type[Any]) -> Any:
         match request:
-            case m.PublishVersion(version=version):
-                self.events.append(f"version {version}")
-                return m.PublishedVersion(needed_versions=[])
+            case m.PublishVersion(version=version, manifest_locator=locator):
+                if version == self.refused:
+                    raise RefusedByBuffer("a version that nobody likes")
+                path = read_manifest(parse_announcement(locator).path).path
+                self.weights.append(load_file(path).get("w", torch.zeros(0)))
+                self.versions.append(version)
+                return m.PublishedVersion(needed_versions=[0])
             case m.ReportTrainedStep(step=step, metrics=metrics):
                 assert metrics["weights/publish_s"] >= metrics["weights/publish_copy_s"] > 0
                 self.events.append(f"step {step}")
@@ -311,22 +323,20 @@ class RecordingBuffer:
 
 
 class WaitingTrainer:
-    """Trains nothing. A step ends once the version before it is written, unless `hurries`."""
+    """Trains nothing, in one piece. A step ends once the version before it is announced, unless `hurries`."""
 
     kl_coef = 0.0
 
-    def __init__(self, *, hurries: bool = False) -> None:
-        self.weights, self._hurries = torch.zeros(1000), hurries
+    def __init__(self, buffer: RecordingBuffer, *, hurries: bool = False) -> None:
+        self.weights, self._hurries, self._buffer = torch.zeros(1000), hurries, buffer
         self.report_progress: Callable[[], None] = lambda: None
-        self.publication: Publication | None = None
         policy = SimpleNamespace(stream_weights=lambda: whole_parts({"w": self.weights}))
         self.models = SimpleNamespace(policy=policy, copy_state=lambda: _write_nothing)
 
     def train(self, batch: Batch, step: int) -> tuple[dict[str, float], int]:
         self.weights += 1
-        assert self.publication is not None
-        while not self._hurries and self.publication.is_under_way:
-            self.report_progress()
+        assert self._hurries or self._buffer.wait_for(step)
+        self.report_progress()
         return {}, 0
 
 
@@ -336,64 +346,101 @@ def _write_nothing(folder: Path) -> list[Path]:
 
 
 def run_learner(
-    folder: Path, rows: list[Trajectory], *, ready: bool, hurries: bool = False, is_broken: bool = False
-) -> tuple[list[str], list[Tensor]]:
-    """Trains three steps; returns what the buffer has heard, and the weights of each version."""
+    folder: Path,
+    rows: list[Trajectory],
+    *,
+    ready: bool,
+    hurries: bool = False,
+    is_broken: bool = False,
+    refused: int = -1,
+) -> RecordingBuffer:
+    """Trains three steps; returns what the buffer knows."""
     table = pa.Table.from_batches([to_batch(rows)])
     buffer = RecordingBuffer(TakenBatch(0, [row.group for row in rows], [], table), ready)
+    buffer.refused = refused
     config = load_config(["run.steps=3", "eval.prompts=0"])
-    trainer: Any = WaitingTrainer(hurries=hurries)
-    publication = trainer.publication = Publication(publisher=Publisher(folder / "w", "life", keep=9))
-    published: list[Tensor] = []
-
-    def keep(manifest: Manifest) -> str:
-        published.append(load_file(manifest.path)["w"])
-        return announce(manifest)
-
-    announce, publication.announce = publication.announce, keep  # type: ignore[method-assign]
+    trainer: Any = WaitingTrainer(buffer, hurries=hurries)
+    publication = Publication(publisher=Publisher(folder / "w", "life"), buffer=buffer)
     if is_broken:
         publication._write_rows = lambda *_: 1 // 0  # type: ignore[method-assign,assignment]
     Learner(config, folder, buffer, trainer, publication, incarnation="life").run()  # type: ignore[arg-type]
-    return buffer.events, published
+    return buffer
 
 
-@pytest.mark.parametrize("hurries", [False, True])
-def test_a_version_is_announced_beside_the_step_that_follows_it(
-    tmp_path: Path, trajectories: list[Trajectory], hurries: bool
+@pytest.mark.parametrize(("ready", "hurries"), [(True, False), (True, True), (False, True)])
+def test_a_version_is_announced_beside_a_step_in_one_piece_and_while_the_learner_waits_for_a_batch(
+    tmp_path: Path, trajectories: list[Trajectory], ready: bool, hurries: bool
 ) -> None:
-    events, published = run_learner(tmp_path, trajectories, ready=True, hurries=hurries)
-    assert events == [
-        "asks for 0", "version 0", "step 0", "asks for 1", "version 1", "step 1", "asks for 2", "version 2",
-        "step 2", "version 3",
-    ]  # fmt: skip
-    assert [float(weights[0]) for weights in published] == [0, 1, 2, 3], "as they were when it was copied"
+    buffer = run_learner(tmp_path, trajectories, ready=ready, hurries=hurries)
+    assert buffer.versions == [0, 1, 2, 3] and buffer.events == ["step 0", "step 1", "step 2"]
+    assert [float(weights[0]) for weights in buffer.weights] == [0, 1, 2, 3], "as when they were copied"
 
 
-def test_a_version_is_announced_before_the_learner_waits_for_a_batch(
-    tmp_path: Path, trajectories: list[Trajectory]
+def test_a_version_that_is_evaluated_later_stays(tmp_path: Path, trajectories: list[Trajectory]) -> None:
+    run_learner(tmp_path, trajectories, ready=True)
+    assert not (tmp_path / "w").exists()
+    buffer = RecordingBuffer(TakenBatch(0, [], [], pa.table({})), ready=True)
+    publication = Publication(publisher=Publisher(tmp_path / "again", "life", keep=1), buffer=buffer)
+    for version in range(3):
+        publish(publication, version, {"w": torch.zeros(3)})
+    assert {path.name for path in (tmp_path / "again").glob("*.json")} == {"v0-life.json", "v2-life.json"}
+    publication.close()
+
+
+@pytest.mark.parametrize("version", [0, 2])
+def test_an_announcement_that_is_refused_ends_the_learner(
+    tmp_path: Path, trajectories: list[Trajectory], version: int
 ) -> None:
-    events, _ = run_learner(tmp_path, trajectories, ready=False)
-    assert events == [
-        event
-        for step in range(3)
-        for event in (f"asks for {step}", f"version {step}", f"waits for {step}", f"step {step}")
-    ] + ["version 3"]
+    with pytest.raises(RefusedByBuffer, match="nobody likes"):
+        run_learner(tmp_path, trajectories, ready=True, hurries=True, refused=version)
 
 
 def test_a_publication_that_fails_beside_training_ends_the_learner_with_its_traceback(
     tmp_path: Path, trajectories: list[Trajectory]
 ) -> None:
     with pytest.raises(ZeroDivisionError) as raised:
-        run_learner(tmp_path, trajectories, ready=True, is_broken=True)
+        run_learner(tmp_path, trajectories, ready=True, hurries=True, is_broken=True)
     assert any(entry.name == "_publish_version" for entry in raised.traceback)
     assert not (tmp_path / "w").exists(), "and nothing is left"
+
+
+def announce_on_ranks(world: World, folder: Path) -> list[str]:
+    """Rank 0 announces version 0 late, and cannot announce version 1. Returns what each rank has seen."""
+    buffer = RecordingBuffer(TakenBatch(0, [], [], pa.table({})), ready=True)
+    buffer.refused, call, marked = 1, buffer.call, folder / "announced"
+
+    def call_late(request: m.Request, expect: type[Any]) -> Any:
+        time.sleep(0.3)
+        marked.touch()
+        return call(request, expect)
+
+    buffer.call = call_late  # type: ignore[method-assign]
+    folder.mkdir(exist_ok=True)
+    publisher = Publisher(folder / "w", "life") if world.rank == 0 else None
+    publication = Publication(world, publisher, "here", buffer if world.rank == 0 else None)
+    publish(publication, 0, make_model(0), world.rank, world.size)
+    found = ["announced" if marked.exists() else "not yet announced"]
+    try:
+        publish(publication, 1, make_model(1), world.rank, world.size)
+    except RuntimeError as error:
+        found.append(f"{type(error).__name__}: {error}")
+    publication.close()
+    return found
+
+
+def test_all_ranks_wait_for_the_announcement_and_hear_that_it_has_failed(tmp_path: Path) -> None:
+    found = on_ranks(2, announce_on_ranks, tmp_path / "ranks", tmp_path / "weights")
+    assert [one[0] for one in found] == ["announced"] * 2
+    assert found[0][1] == "RefusedByBuffer: a version that nobody likes"
+    assert found[1][1].startswith("RuntimeError: rank 0 on ") and "nobody likes" in found[1][1]
 
 
 class EvaluatedBuffer(RecordingBuffer):
     """A buffer whose last evaluation takes a moment. It notes whether a host serves its rows until then."""
 
     def __init__(self, served: Path) -> None:
-        self._served, self.events = served, []
+        super().__init__(TakenBatch(0, [], [], pa.table({})), ready=True)
+        self._served = served
 
     def exchange(self, request: m.Request, *, wait_s: float = 0.0) -> tuple[m.Reply, list[memoryview]]:
         assert isinstance(request, m.AwaitEvaluations)
@@ -408,14 +455,18 @@ def end_run_on_hosts(world: World, folder: Path) -> list[str]:
     """Ends a run whose steps are trained. Each rank is on a host of its own."""
     publishers = World(world.rank, world.size, dist.FileStore(str(folder / "publishers"), world.size))
     own = folder / f"host-{world.rank}"
-    publication = Publication(publishers, Publisher(own, "life", ends=[SnapshotServer(own)]), own.name)
-    buffer, trainer = EvaluatedBuffer(folder / "host-1"), WaitingTrainer()
+    buffer = EvaluatedBuffer(folder / "host-1")
+    announced_to, publisher = (
+        None if world.rank else buffer,
+        Publisher(own, "life", ends=[SnapshotServer(own)]),
+    )
+    publication, trainer = Publication(publishers, publisher, own.name, announced_to), WaitingTrainer(buffer)
     trainer.models.policy.stream_weights = lambda: split_model(make_model(1), world.rank, world.size)
     config, source = load_config(["run.steps=1", "eval.prompts=0"]), cast(Any, buffer)
     Learner(
         config, folder, source, cast(Any, trainer), publication, world, rank=world.rank, first_step=1
     ).run()
-    return buffer.events
+    return [f"version {version}" for version in buffer.versions] + buffer.events
 
 
 def test_every_host_serves_its_rows_until_the_last_version_is_evaluated(tmp_path: Path) -> None:

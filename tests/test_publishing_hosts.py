@@ -56,9 +56,12 @@ class Rank:
         """Returns the announcement, on every rank."""
         parts = [] if self.rank == 3 else split_model(make_model(version), self.rank, 3)
         self.publication.begin_version(version, lambda: parts)
-        manifest = self.publication.take_complete(wait=True)
+        manifest = self.publication.finish_version()
         assert manifest is not None
-        own = self.publication.announce(manifest).encode() if self.rank == 0 else b""
+        own = b""
+        if self.rank == 0:
+            assert self.publication.publisher is not None
+            own = self.publication.publisher.announce_version(manifest).encode()
         return parse_announcement(self.world.gather_messages(own)[0].decode())
 
     def bring(self, announced: Announcement, version: int, *, again: bool = False) -> Snapshot:

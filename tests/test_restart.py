@@ -25,6 +25,7 @@ from buffers.client import BufferClient, RefusedByBuffer
 from buffers.run_status import GeneratorReport
 from configs.load import load_config
 from learners import checkpoint
+from learners.startup import open_announcements
 from slipstream.cluster import run_cluster
 from slipstream.nursery import FOLDER, Stage, run_nursery
 from slipstream.role_failures import RoleFailed
@@ -255,10 +256,13 @@ def test_what_a_dead_learner_has_sent_does_not_reach_the_life_after_it(harness: 
         BufferClient(harness.server.address),
     )
     harness.publish(0)
+    announcer = open_announcements(dead)
     waiting = dead.send_request(m.RequestBatch(step=0, wait_s=30.0))
     driver.call(m.RewindToStep(step=0), m.Acknowledged)
-    with pytest.raises(RefusedByBuffer, match="PublishVersion of a life before the rewind"):
-        dead.call(m.PublishVersion(version=1, manifest_locator="late"), m.Acknowledged)
+    for client in (dead, announcer):
+        with pytest.raises(RefusedByBuffer, match="PublishVersion of a life before the rewind"):
+            client.call(m.PublishVersion(version=1, manifest_locator="late"), m.Acknowledged)
+    announcer.close()
     learner.call(m.PublishVersion(version=0, manifest_locator="anew"), m.PublishedVersion)
     assert driver.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews).status.version == 0
     leases = harness.client.call(m.RequestLeases(generator="g", count=100, wait_s=0.2), m.LeaseGrant).leases

@@ -1,13 +1,15 @@
 """Prints the plan of a run's memory: a table by GPU and host, and what follows from it in seconds."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 
+from configs.model import Dtype
 from configs.placement import PlacementMode
 from configs.schema import Config
 from learners.memory import format_bytes
 from slipstream.plan_hardware import Hardware, Rates
 from slipstream.plan_layout import SHARED, PlannedModel, RoleNeeds, RunPlan
-from slipstream.plan_search import describe_least, propose_layout
+from slipstream.plan_search import Proposal, apply_changes, describe_least, propose_layout
 
 COLUMNS = (70, 11, 11)
 """Widths of a table's columns."""
@@ -50,8 +52,12 @@ def print_proposal(config: Config, model: PlannedModel, hardware: Hardware) -> N
         print(f"\nNo layout that was looked at fits {where}.")
         if hardware.gpus:
             print(f"  On a GPU {describe_least(config, model, hardware)}.")
-        return
-    if proposal.hosts > hardware.hosts:
+            proposal = _propose_half(config, model, hardware)
+        if proposal is None:
+            return
+        hosts = f" and --hosts {proposal.hosts}" if proposal.hosts > hardware.hosts else ""
+        print(f"\nWith another model.dtype{hosts} this would:")
+    elif proposal.hosts > hardware.hosts:
         given = f"{hardware.hosts} such host{'s' if hardware.hosts > 1 else ''}"
         print(f"\nNothing that was looked at fits {given}. With --hosts {proposal.hosts} this would:")
     else:
@@ -59,6 +65,18 @@ def print_proposal(config: Config, model: PlannedModel, hardware: Hardware) -> N
     print(f"  {' '.join(proposal.overrides)}")
     gpus = f"{proposal.num_gpus} GPU{'s' if proposal.num_gpus > 1 else ''}"
     print(f"  on {gpus}" if proposal.num_gpus else "  on CPUs")
+
+
+def _propose_half(config: Config, model: PlannedModel, hardware: Hardware) -> Proposal | None:
+    """Returns the nearest layout in bfloat16, where the one at hand is in float32."""
+    if config.model.dtype is not Dtype.float32:
+        return None
+    half = apply_changes(config, {"model.dtype": Dtype.bfloat16})
+    proposal = propose_layout(half, model, hardware)
+    if proposal is None:
+        return None
+    overrides = ["model.dtype=bfloat16", *proposal.overrides]
+    return dataclasses.replace(proposal, overrides=overrides)
 
 
 # ---- the table
