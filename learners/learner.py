@@ -98,7 +98,6 @@ class Learner:
         self._writer = checkpoint.CheckpointWriter(
             folder / "checkpoints", config.learner.keep_checkpoints, writers or World(), timeline
         )
-        self._timeline = timeline or Timeline()
         self.step = first_step
         """Steps trained, which is also the version held."""
         self._first_step = first_step

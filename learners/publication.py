@@ -226,8 +226,7 @@ class Publication:
         with self._timeline.span(Track.publication, f"writing and digesting version {version}"):
             manifest = self._write_version(version)
         # All ranks wait for it: one that has its GPU by turns gives it to engines that take the version up.
-        with self._timeline.span(Track.publication, f"announcing version {version}"):
-            self._run_together(partial(self._announce_version, manifest))
+        self._run_together(partial(self._announce_version, manifest))
         return manifest
 
     def _write_version(self, version: int) -> Manifest:
@@ -313,7 +312,8 @@ class Publication:
             request = m.PublishVersion(
                 version=manifest.version, manifest_locator=self.publisher.announce_version(manifest)
             )
-            reply = self._buffer.call(request, m.PublishedVersion)
+            with self._timeline.span(Track.publication, f"announcing version {manifest.version}"):
+                reply = self._buffer.call(request, m.PublishedVersion)
             self._needed_versions = frozenset(reply.needed_versions)
         return b""
 

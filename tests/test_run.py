@@ -18,7 +18,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffers.journal import read_groups
-from buffers.role_registry import STARTING
 from buffers.timeline import TimedSpan, Track
 from slipstream import export
 from slipstream.nursery import FOLDER
@@ -280,18 +279,19 @@ def test_its_timeline_shows_that_versions_are_written_beside_training_and_when_e
     assert all(f"training step {step}" in by_name for step in range(40))
     for version in range(41):
         (written,) = by_name[f"writing and digesting version {version}"]
-        copied = by_name[f"copying version {version}"][0]
-        assert written.cat is Track.publication and copied.cat is Track.activity
-        assert copied.ts <= written.ts <= by_name[f"announcing version {version}"][0].ts
+        assert written.cat is Track.publication
+        assert written.ts <= by_name[f"announcing version {version}"][0].ts
+        for trained in by_name[f"training step {version - 1}"] if version else []:
+            assert trained.cat is Track.activity and trained.ts < written.ts
     assert by_name["writing the checkpoint of step 40"][0].cat is Track.checkpoint
-    for name in ("generator-0", "generator-1"):
-        loads = [span for span in roles[name] if span.cat is Track.weights and "loading" in span.name]
-        assert len(loads) > 3
-        for load in loads:
-            announced = by_name[f"announcing version {load.args['version']}"][0]
-            assert announced.ts < load.ts, "an engine takes up what was announced before"
-    starts = [span for span in roles["generator-0"] if span.name == STARTING]
-    assert len(starts) == 2, "the one that was killed has gone on with its file"
+    loads = [
+        span for name in roles for span in roles[name] if re.fullmatch(r"loading version \d+", span.name)
+        if span.cat is Track.weights
+    ]  # fmt: skip
+    assert len(loads) > 10
+    for load in loads:
+        announced = by_name[f"announcing version {load.args['version']}"][0]
+        assert announced.ts < load.ts, "an engine takes up what was announced before"
     events = json.loads((run.folder / "timeline.json").read_text())
     assert sum(event["ph"] == "X" for event in events) == sum(map(len, roles.values()))
 
