@@ -145,7 +145,10 @@ def test_the_base_may_be_in_many_files_and_in_another_dtype(tmp_path: Path, shar
             held | {"lm_head.weight": held["model.embed_tokens.weight"].clone()}, folder / "model.safetensors"
         )
     for dtype in ("float32", "bfloat16"):
-        publisher = Publisher(tmp_path / dtype, "life", adapter=describe_adapters(folder, dtype, SCALING))
+        read: list[int] = []
+        recipe = describe_adapters(folder, dtype, SCALING, read.append)
+        assert len(read) == len(base) and read[-1] == sum(tensor.nbytes for tensor in base.values())
+        publisher = Publisher(tmp_path / dtype, "life", adapter=recipe)
         new, subscriber = make_adapters(0, base), Subscriber()
         snapshot = subscriber.prepare_version(
             announce_version(publisher.publish_version(0, whole_parts(new)))

@@ -223,12 +223,12 @@ def fail_on_ranks(world: World, folder: Path, how: str) -> tuple[str, str]:
     return error, " ".join(left)
 
 
-def _die(*_: object) -> NoReturn:
+def _die(*_: object, **__: object) -> NoReturn:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("it is dead")
 
 
-def _raise_full(*_: object) -> bytes:
+def _raise_full(*_: object, **__: object) -> bytes:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
