@@ -9,11 +9,11 @@ from buffers import messages as m
 from buffers.client import BufferClient
 from buffers.connections import watch_small_requests
 from buffers.keys import has_server_key, show_key, start_authenticator
-from buffers.parity_probe import probe_lengths
 from buffers.role_registry import STARTING
 from buffers.timeline import Timeline
 from configs.generators import EngineKind
 from configs.load import parse_config
+from configs.parity_probe import probe_lengths
 from configs.placement import PlacementMode
 from configs.schema import Config
 from generators.engine import Engine

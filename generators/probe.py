@@ -11,10 +11,10 @@ from pathlib import Path
 
 from buffers import messages as m
 from buffers.client import BufferClient
-from buffers.parity_probe import count_sampled, is_probed, probe_lengths
 from buffers.trajectory import Trajectory, encode_batch, to_batch
 from buffers.vocabulary import ANY, read_vocabulary
 from configs.generators import EngineKind
+from configs.parity_probe import count_sampled, is_probed, probe_lengths
 from configs.schema import Config
 from generators.engine import Completion, Engine, Sample
 from generators.group import make_sample_id, make_sample_seed, parse_sample_index

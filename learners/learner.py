@@ -26,9 +26,9 @@ import pyarrow as pa
 
 from buffers import messages as m
 from buffers.client import TakenBatch
-from buffers.parity_probe import is_probed
 from buffers.timeline import Timeline
 from buffers.trajectory import decode_batch
+from configs.parity_probe import is_probed
 from configs.schema import Config
 from learners import checkpoint
 from learners.feed import PATIENCE_S, Feed

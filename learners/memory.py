@@ -150,6 +150,7 @@ def _plan_rank(
             element_bytes=compute_bytes,
             chunk_elements=CHUNK_ELEMENTS,
             checkpoints_activations=learner.activation_checkpointing,
+            has_policy=counts.has_policy,
         )
         parts = count_rank_parts(sizes, learner.megatron, rank)
         state = count_state_elements(sizes, learner.megatron, learner.ranks) * counts.num_trained

@@ -31,8 +31,8 @@ SERVERS = (
 )
 RANKS = (
     "branches checkpoint export families fsdp gpu_turns learner long_sequences lora megatron megatron_memory "
-    "memory mixtures model_loading models parity publication publishing_hosts rank_hosts recipes "
-    "same_numbers shards step stream tensor_parallel transformers_engine vllm_engine world"
+    "memory mixtures model_loading models older_training parity publication publishing_hosts rank_hosts "
+    "recipes same_numbers shards step stream tensor_parallel transformers_engine vllm_engine world"
 )
 """All files whose tests start ranks are here: each row that does pays for what the ranks import."""
 RUNS = "chaos_run gpu_turns pages run"

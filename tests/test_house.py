@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from house import PRODUCT, find_duplicated_classes, find_import_circle, take_census
+from rows import RANKS
 
 ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {
@@ -112,3 +113,8 @@ def test_no_class_name_stands_in_two_files_without_a_protocol() -> None:
 
 def test_no_two_files_import_each_other() -> None:
     assert not find_import_circle()
+
+
+def test_one_row_of_tests_alone_imports_what_ranks_need() -> None:
+    starting = {path.stem for path in (ROOT / "tests").glob("test_*.py") if "ranks" in imports(path)}
+    assert starting and starting <= {f"test_{name}" for name in RANKS.split()}

@@ -21,10 +21,11 @@ from training_steps import STEP, configure_step, draw_responses, make_step_batch
 
 from buffers import messages as m
 from buffers.client import RefusedByBuffer
-from buffers.parity_probe import MAX_SAMPLED, ParityProbes, count_sampled, probe_lengths
+from buffers.parity_probe import ParityProbes
 from buffers.trajectory import Trajectory, decode_batch, encode_batch, to_batch
 from configs.load import load_config
 from configs.model import Dtype
+from configs.parity_probe import MAX_SAMPLED, count_sampled, probe_lengths
 from generators.engine import Completion, Sample
 from generators.probe import ParityProbe
 from learners.learner import Learner

@@ -260,6 +260,8 @@ def test_a_critic_of_its_own_has_ranks_and_numbers_of_its_own() -> None:
     sizes = count_sizes(PUBLIC_MODELS["Qwen3-8B"])
     policy, critic = (one(config, sizes, cuda=True) for one in (plan_policy_rank, plan_critic_rank))
     assert critic.parts["optimizer"] == 2 * policy.parts["optimizer"] and critic.parts["head"] == 0
+    megatron = load_config([*overrides, "learner.engine=megatron"])
+    assert plan_critic_rank(megatron, sizes, cuda=True).parts["head"] == 0
     roles = {role.name: role for role in plan("Qwen3-8B", *overrides).roles}
     assert roles["learner-5"].parts["weights"] == critic.parts["weights"]
     assert roles["learner-3"].parts["weights"] == policy.parts["weights"]
@@ -288,7 +290,9 @@ def test_transformers_engine_is_planned_with_its_own_pages_and_batches() -> None
         next(role.parts for role in plan("Qwen3-8B", *some).roles if role.name == "generator-0")
         for some in (overrides, overrides[1:])
     ]
-    assert parts[0]["activations"] / parts[1]["activations"] == (8200 + 256) / 2048
+    assert parts[0]["activations"] / parts[1]["activations"] == (8200 + 256 + 8) / 2048, (
+        "rollouts and the parity probe"
+    )
 
 
 # ---- proposals

@@ -53,6 +53,8 @@ class MegatronRank:
     chunk_elements: int
     """Most logits that exist at a time."""
     checkpoints_activations: bool
+    has_policy: bool = True
+    """False on the ranks of a critic of its own, whose head gives one value a token."""
 
 
 def count_rank_parts(sizes: Sizes, layout: MegatronConfig, rank: MegatronRank) -> dict[str, float]:
@@ -107,7 +109,7 @@ def _count_stage_parts(
     held, element = count_stage_sizes(sizes, layout, stage), rank.element_bytes
     state = _divide_state(held, layout, rank.ranks)
     tokens = rank.tokens / layout.context_parallel
-    is_last = stage == layout.pipeline_parallel - 1
+    has_logits = rank.has_policy and stage == layout.pipeline_parallel - 1
     vocabulary = sizes.vocabulary / layout.tensor_parallel
     logits = 4.0 * LOGITS_COPIES * min(tokens * vocabulary, rank.chunk_elements)
     return {
@@ -116,7 +118,7 @@ def _count_stage_parts(
         "optimizer": (8.0 if element == 4 else 12.0) * state * rank.num_trained,
         "reduced": float(element * held.largest),
         "activations": element * _count_activations(sizes, layout, rank, stage),
-        "head": is_last * (logits + 2.0 * element * vocabulary * sizes.hidden),
+        "head": has_logits * (logits + 2.0 * element * vocabulary * sizes.hidden),
     }
 
 

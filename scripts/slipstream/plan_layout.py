@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from configs.generators import EngineKind
+from configs.parity_probe import probe_lengths
 from configs.placement import PlacementMode
 from configs.schema import Config, Role
 from configs.sizes import Sizes
@@ -277,7 +278,7 @@ def count_engine(config: Config, sizes: Sizes, *, on_gpu: bool) -> dict[str, flo
     parts = count_engine_parts(
         sizes,
         element_bytes=config.model.dtype.num_bytes,
-        max_sequences=generators.max_sequences,
+        max_sequences=_count_sequences(config),
         tokens_per_step=_count_step_tokens(config),
         ranks=generators.tensor_parallel,
     )
@@ -298,12 +299,17 @@ def find_least_engine(config: Config, sizes: Sizes) -> float:
     return sum(parts.values()) - parts["KV cache"] + max(parts["KV cache"], longest)
 
 
+def _count_sequences(config: Config) -> int:
+    """Returns the sequences that an engine has room for: the parity probe's lie beside the rollouts."""
+    return config.generators.max_sequences + len(probe_lengths(config))
+
+
 def _count_step_tokens(config: Config) -> int:
     """Returns the tokens that an engine computes in one step at most."""
     generators = config.generators
     if generators.engine is EngineKind.transformers:
-        return max(MAX_BATCH_TOKENS, generators.max_model_len) + generators.max_sequences
-    return max(TOKENS_PER_STEP, generators.max_sequences)
+        return max(MAX_BATCH_TOKENS, generators.max_model_len) + _count_sequences(config)
+    return max(TOKENS_PER_STEP, _count_sequences(config))
 
 
 def _find_block_tokens(config: Config, *, on_gpu: bool) -> int:
