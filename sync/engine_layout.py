@@ -19,7 +19,7 @@ from sync.digest import StreamDigest, tensor_digest, tensor_digests
 from sync.experts import ExpertLayer, ExpertPlace
 from sync.manifest import DigestMismatch, Manifest, TensorEntry, dtype_name
 from sync.rank_slices import CHUNK_BYTES, RankSlice, copy_pieces, digest_pieces, join_slices
-from sync.snapshot import Snapshot
+from sync.snapshot import Snapshot, leave_memory
 
 FEW_BYTES = 1 << 25
 """Snapshots below this size are copied by one thread."""
@@ -124,9 +124,9 @@ class EngineLayout:
             for entry in manifest.tensors
         )
 
-    def map_snapshot(self, snapshot: Snapshot) -> dict[str, str]:
+    def map_snapshot(self, snapshot: Snapshot, before: Snapshot | None = None) -> dict[str, str]:
         """Puts the file's own memory in the place of each parameter that has the same layout, and copies the
-        others.
+        others. `before`: the snapshot in whose memory parameters may lie.
 
         Returns the digests of what the parameters hold: of mapped tensors, those that the file was verified
         to have.
@@ -137,17 +137,18 @@ class EngineLayout:
             if merged is not None and merged.shape == parameter.shape:
                 parameter.data = merged
             else:
-                own_memory(parameter)
+                leave_memory(parameter, before)
                 for name in names:
                     held[name] = copy_and_digest(snapshot.view_tensor(name), self._view_tensor(name))
         held |= {name: self._write_tensor(name, snapshot.view_tensor(name)) for name in self._experts}
         self._refresh_derived()
         return held
 
-    def copy_snapshot(self, snapshot: Snapshot) -> dict[str, str]:
-        """Copies each tensor to where it belongs; returns the digests of what is there."""
+    def copy_snapshot(self, snapshot: Snapshot, before: Snapshot | None = None) -> dict[str, str]:
+        """Copies each tensor to where it belongs; returns the digests of what is there. `before`: as in
+        `map_snapshot`."""
         for parameter, _ in self._parts:
-            own_memory(parameter)
+            leave_memory(parameter, before)
         if snapshot.manifest.num_bytes < FEW_BYTES:
             held = {name: self._write_tensor(name, source) for name, source in snapshot.named_tensors()}
         else:
@@ -278,14 +279,6 @@ def _derive_matrices(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _restore_kv_b_proj(module: Any) -> torch.Tensor:
     """Returns the `kv_b_proj` [heads · (P + V), L] that the derived matrices come from."""
     return torch.cat([module.W_UK_T.data, module.W_UV.data.transpose(1, 2)], 1).flatten(0, 1)
-
-
-def own_memory(parameter: torch.Tensor) -> None:
-    """Gives a parameter that lies in a snapshot's memory some of its own, to be written to: that of the
-    snapshot is unmapped with the next version. A snapshot's memory is the only one that torch has not
-    allocated."""
-    if not parameter.untyped_storage().resizable():
-        parameter.data = torch.empty_like(parameter)
 
 
 def copy_and_digest(source: torch.Tensor, place: torch.Tensor) -> str:

@@ -227,9 +227,21 @@ class Snapshot:
         found = self._stat
         return f"{self.manifest.digest} {found.st_ino} {found.st_size} {found.st_ctime_ns}"
 
+    def holds_tensor(self, tensor: torch.Tensor) -> bool:
+        """True for a tensor that lies in this mapping."""
+        begin = np.frombuffer(self._map, np.uint8).ctypes.data
+        return begin <= tensor.data_ptr() < begin + len(self._map)
+
     def release_memory(self) -> None:
         """Unmaps the file. The caller makes sure that no tensor uses it any more."""
         unmap_gradually(self.__dict__.pop("_map"))
+
+
+def leave_memory(parameter: torch.Tensor, before: Snapshot | None) -> None:
+    """Gives a parameter that lies in a snapshot's memory some of its own, to be written to: the snapshot's
+    is released once another version has been taken up."""
+    if before is not None and before.holds_tensor(parameter):
+        parameter.data = torch.empty_like(parameter)
 
 
 def _open_plain_file(path: str) -> int:

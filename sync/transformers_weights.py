@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from sync.digest import tensor_digests
-from sync.engine_layout import copy_and_digest, own_memory
+from sync.engine_layout import copy_and_digest
 from sync.manifest import DigestMismatch, Manifest, TensorEntry, dtype_name
-from sync.snapshot import Snapshot
+from sync.snapshot import Snapshot, leave_memory
 from sync.stream import list_saved_buffers
 from sync.weight_source import WeightSource, load_attested
 
@@ -108,7 +108,7 @@ class TransformersWeights:
             elif self._may_map and place.is_whole:
                 place.holder.data, held[entry.name] = tensor, entry.digest
             else:
-                own_memory(place.holder)
+                leave_memory(place.holder, before)
                 held[entry.name] = copy_and_digest(tensor, place.view())
         # Every parameter has been replaced or written, so none lies in the memory of the version before.
         if before is not None and before is not snapshot:

@@ -125,7 +125,8 @@ class WeightSync:
         before, self._held = getattr(self, "_held", None), snapshot if self.is_on_cpu else None
         with torch.no_grad():
             if self.is_on_cpu:
-                held = layout.map_snapshot(snapshot) if self._may_map else layout.copy_snapshot(snapshot)
+                load = layout.map_snapshot if self._may_map else layout.copy_snapshot
+                held = load(snapshot, before)
             else:
                 self._load_by_vllm(snapshot)
                 held = layout.held_digests()
