@@ -29,11 +29,11 @@ class WholeReader(HuggingFaceStorageReader):
     def read_metadata(self) -> Metadata:
         metadata = super().read_metadata()
         for name, told in metadata.state_dict_metadata.items():
-            held = sum(chunk.sizes.numel() for chunk in told.chunks)  # type: ignore[union-attr]
-            if held != told.size.numel():  # type: ignore[union-attr]
+            held = sum(chunk.sizes.numel() for chunk in told.chunks)
+            if held != told.size.numel():
                 raise ValueError(
                     f"the checkpoint must hold all of {name}, got {self.path} with {held:,} of "
-                    f"{told.size.numel():,} elements or more"  # type: ignore[union-attr]
+                    f"{told.size.numel():,} elements or more"
                 )
         return metadata
 
