@@ -121,10 +121,10 @@ def test_what_cannot_fit_is_refused_with_role_place_and_bytes(say: Callable[...,
         r"got weights 30.5 GiB \+ .* = 2\d\d.\d GiB",
         said,
     )
-    status, said = say("Qwen3-8B", "learner.ranks=4 --gpus 8 --host-memory 300")
+    status, said = say("Qwen3-8B", "learner.ranks=4 --gpus 8 --host-memory 150")
     assert status == 1
     assert re.search(
-        r"the roles of host 0 must fit into its 300.0 GiB of memory, got learner: .* = \d+.\d GiB", said
+        r"the roles of host 0 must fit into its 150.0 GiB of memory, got learner: .* = \d+.\d GiB", said
     )
     assert (
         "learner.ranks and placement.critic_ranks must be together at most 2"
