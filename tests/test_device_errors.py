@@ -46,7 +46,7 @@ def test_a_learner_that_finds_no_room_on_its_gpu_is_not_started_again(
 ) -> None:
     @contextmanager
     def heartbeat(*_: Any) -> Iterator[SimpleNamespace]:
-        yield SimpleNamespace(set_activity=None)
+        yield SimpleNamespace(set_activity=None, timeline=None)
 
     def start(*_: Any, **__: Any) -> Any:
         raise error
