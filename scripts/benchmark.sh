@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Asynchronous against on-policy training on the same work: a table, a plot, and with --json FILE the figures.
+# Asynchronous against on-policy training on the same work: tables, and pictures and figures in --folder.
 #   scripts/benchmark.sh --help
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
