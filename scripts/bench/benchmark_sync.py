@@ -58,7 +58,7 @@ from benchmark_publication import measure_and_print
 from configs.disk import write_all
 from generators.engine import Sample
 from generators.vllm_engine import VllmEngine
-from sync import engine_layout, vllm_plugin
+from sync import engine_layout, weight_source
 from sync import patch as sync_patch
 from sync.digest import raw_bytes
 from sync.folders import shared_memory_folder
@@ -184,7 +184,7 @@ def time_engine(
         else:
             with (
                 patch.object(engine_layout, "copy_and_digest", copy_without_digest),
-                patch.object(vllm_plugin, "expect_digests", lambda *_: None),
+                patch.object(weight_source, "expect_digests", lambda *_: None),
             ):
                 timer.time_part("copy, no check", engine.load_version, snapshot)
         # A training step takes longer than this; meanwhile memory that was given up is given back.

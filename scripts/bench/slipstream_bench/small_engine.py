@@ -14,9 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from generators.engine import Completion, Sample
 from sync.digest import tensor_digest
-from sync.manifest import EngineMismatch
-from sync.snapshot import Snapshot, expect_digests
-from sync.weight_source import WeightSource
+from sync.snapshot import Snapshot
+from sync.weight_source import WeightSource, load_attested
 
 STEP_S = 0.03
 """Seconds that a step takes at least: a pace that leaves the processors to the roles that are tried."""
@@ -115,8 +114,7 @@ class SmallEngine:
 
     def load_version(self, source: WeightSource) -> None:
         # The transport that `chaos_run.py` uses brings snapshots, which ask for nothing but `load_snapshot`.
-        held = source.load_into(self)  # type: ignore[arg-type]
-        expect_digests(source.manifest, held, "the engine", EngineMismatch)
+        load_attested(source, self)  # type: ignore[arg-type]
         self.version = source.manifest.version
 
     @torch.no_grad()
