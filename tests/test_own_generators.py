@@ -27,6 +27,8 @@ class RecordedPlaces:
         self.asked: list[str] = []
         self.lost: list[str] = []
         self.out_of_reach: list[str] = []
+        self.found: list[str] = []
+        self.beside_ranks = False
         self.room = 10
 
     def start_generator(self, name: str) -> Any:
@@ -43,8 +45,11 @@ class RecordedPlaces:
         if len(self.alive) + len(names) > self.room:
             raise ValueError("no room")
 
+    def is_beside_rank(self, name: str) -> bool:
+        return self.beside_ranks
+
     def find_place(self, name: str) -> Any:
-        return SimpleNamespace(beside_rank=False)
+        self.found.append(name)
 
     def find_node(self, name: str) -> str:
         return "host-2"
@@ -63,11 +68,12 @@ class Scene:
     """Own generators over recorded places. `ends` says how a generator has ended: as `run` does, or by an
     error."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *overrides: str, beside_ranks: bool = False) -> None:
         self.ends: dict[str, Any] = {}
         self.said: list[str] = []
         self.now = 1000.0
         self.places = RecordedPlaces()
+        self.places.beside_ranks = beside_ranks
         monkeypatch.setattr(own_generators, "is_ready", lambda name: name in self.ends)
         monkeypatch.setattr(own_generators, "get_result", self.get_result)
         monkeypatch.setattr(own_generators, "time", SimpleNamespace(monotonic=lambda: self.now))
@@ -91,6 +97,20 @@ class Scene:
         """Lets enough time pass that the driver looks at everything."""
         self.now += own_generators.LOOK_EVERY_S + 1.0
         return self.own.collect_ended(is_stopping=False)
+
+
+def test_nobody_waits_for_the_names_of_a_ranks_gpus_before_the_learner_has_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank's process may take minutes to come up, and whoever waits for it is named."""
+    scene = Scene(monkeypatch, "generators.count=1", "eval.generators=1", beside_ranks=True)
+    status: Any = None
+    monkeypatch.setattr(own_generators, "has_learner_begun", lambda status: False)
+    scene.own.start_beside_learner(status)
+    assert scene.places.found == [] and scene.own.waits_for_learner
+    monkeypatch.setattr(own_generators, "has_learner_begun", lambda status: True)
+    scene.own.start_beside_learner(status)
+    assert scene.places.found == ["generator-0", "evaluator-0"] and not scene.own.waits_for_learner
 
 
 def test_an_evaluator_is_replaced_whether_it_was_told_to_leave_or_lost_with_its_host(
