@@ -11,9 +11,11 @@ import pytest
 from buffers.client import BufferGone
 from buffers.server import BufferServer
 from configs.load import load_config, to_yaml
+from generators import joining
 from generators.joining import join_run
 from slipstream import own_generators, role_places
 from slipstream.own_generators import OwnGenerators
+from slipstream.role_division import RolePlace
 from slipstream.role_failures import RoleDied, RoleFailed
 from slipstream.role_places import RolePlaces
 from slipstream.roles import GeneratorRole
@@ -158,6 +160,24 @@ def test_a_generator_that_is_to_leave_is_asked_again_because_ray_may_have_starte
     assert scene.places.asked.count("generator-1") == 3
     scene.now += 60.0
     assert scene.look() == ["generator-1"] and scene.places.alive == ["generator-0"]
+
+
+def test_an_engine_has_the_gpus_that_the_command_which_starts_it_has_set_aside(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A host that joins has other GPUs than the run's own."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(joining, "join_run", lambda *_, **named: given.update(named))
+    role = GeneratorRole.__new__(GeneratorRole)
+    role._is_leaving, role._patience_s, role._run_folder = False, 1.0, tmp_path
+    role._join_run("address", "far-0", 0, None, RolePlace("here", (0, 1), processors=2), False)
+    config = load_config(["generators.gpus=0.5"])
+    joining.take_host_settings(config, None, given["tensor_parallel"], takes_turns=False)
+    assert config.generators.tensor_parallel == 2
+    with pytest.raises(
+        ValueError, match="sync.transport must be .* when generators.tensor_parallel is above 1"
+    ):
+        joining.take_host_settings(load_config(["sync.transport=nccl"]), None, 2, takes_turns=False)
 
 
 def test_a_generator_that_is_started_again_waits_for_the_buffer_as_long_as_those_that_have_joined(
