@@ -23,6 +23,7 @@ from configs.load import load_config, to_yaml
 from configs.parallel import MegatronConfig
 from configs.schema import Config
 from configs.sizes import count_sizes
+from learners.layout_rules import ParallelSizes, find_megatron_problems
 from learners.memory import plan_critic_rank, plan_memory, plan_policy_rank
 from slipstream import plan as command
 from slipstream.plan_hardware import Hardware
@@ -136,6 +137,10 @@ def test_rules_on_a_models_sizes_are_asked_too(say: Callable[..., tuple[int, str
     many = "learner.engine=megatron learner.ranks=128 learner.megatron.pipeline_parallel=128"
     status, said = say("Qwen3-8B", f"{many} --gpus 8 --hosts 16")
     assert status == 1 and "pipeline_parallel must divide the number of layers, got 128 for 36" in said
+    biased = PUBLIC_MODELS["Qwen3-8B"] | {"attention_bias": True}
+    assert find_megatron_problems(ParallelSizes(), biased) == [
+        "attention_bias of model.path must be false, got true"
+    ]
 
 
 @pytest.mark.parametrize(
