@@ -349,7 +349,7 @@ def test_generators_that_join_a_run_are_planned_without_a_learner(
 def test_a_run_that_goes_on_keeps_the_engine_that_its_checkpoints_are_of(
     say: Callable[..., tuple[int, str]], folder: Path, tmp_path: Path
 ) -> None:
-    words = "--gpus 8 --gpu-memory 80 --host-memory 500"
+    words = "--gpus 8 --hosts 8 --gpu-memory 24 --host-memory 400"
     status, said = say("Qwen3-32B", words)
     assert status == 1 and "learner.engine=megatron" in said
     begun = load_config([*BFLOAT16, f"model.path={folder / 'Qwen3-32B'}", f"run.outputs={tmp_path}"])
