@@ -3,7 +3,8 @@
 The bounds that hold for every run stand at the fields themselves (`buffers.messages`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from buffers import messages as m
 from buffers.buffer import Buffer
@@ -46,9 +47,9 @@ def check_group_size(config: Config, routing: ExpertsShape) -> None:
 
 def _find_longest_trajectory(config: Config) -> tuple[int, str]:
     """Returns the most tokens that a trajectory of the run's task can hold, and the keys that say so. A task
-    of rows leaves out longer prompts, and has one reply; any other may fill a context."""
+    of rows leaves out longer prompts of files, and has one reply; any other may fill a context."""
     context, limit = config.generators.max_model_len, config.data.max_prompt_tokens
-    if config.task.name != "dataset":
+    if config.task.name != "dataset" or _has_task_source(config.data.train):
         return context, "generators.max_model_len"
     if limit is None:
         return context, "generators.max_model_len (less where data.max_prompt_tokens is set)"
@@ -56,6 +57,12 @@ def _find_longest_trajectory(config: Config) -> tuple[int, str]:
     if whole < context:
         return whole, "(data.max_prompt_tokens + sampling.max_tokens)"
     return context, "generators.max_model_len"
+
+
+def _has_task_source(train: Any) -> bool:
+    """True where rows of `data.train` come from a task, whose prompts nobody measures."""
+    sources = [train] if isinstance(train, str | Mapping) else train
+    return any(isinstance(source, Mapping) and source.get("task") is not None for source in sources)
 
 
 def check_bounds(request: m.Request, buffer: Buffer, config: Config) -> None:

@@ -1,6 +1,7 @@
 """A generator joins a run: it asks the buffer for the run's configuration and builds its parts from that."""
 
 import logging
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from buffers.connections import watch_small_requests
 from buffers.keys import has_server_key, show_key, start_authenticator
 from buffers.role_registry import STARTING
 from buffers.timeline import Timeline
+from configs.checks import find_config_problems
 from configs.generators import EngineKind
 from configs.load import parse_config
 from configs.parity_probe import probe_lengths
@@ -45,15 +47,17 @@ def join_run(
     patience_s: float = 60.0,
     turns_of: Path | None = None,
     on_gpus: bool = False,
+    tensor_parallel: int = 1,
     timeline: Timeline | None = None,
 ) -> Generator:
     """Returns a generator of the run whose buffer answers at `address`, ready to run. `evaluates`: it leases
     evaluation prompts alone. Raises BufferGone after `patience_s` without an answer.
 
-    The run's configuration decides model, task and sampling. Two things are matters of this host:
-    `gpu_memory`, the share of its GPU that the engine may take, and `shares_gpu`, whether other processes are
-    on that GPU. Files of the model and rows that the host lacks come from the buffer. `turns_of`: the folder
-    of the run whose learner has the generator's GPUs, or processors, by turns (`on_gpus`: it has GPUs).
+    The run's configuration decides model, task and sampling. Three things are matters of this host:
+    `gpu_memory`, the share of its GPU that the engine may take, `shares_gpu`, whether other processes are
+    on that GPU, and `tensor_parallel`, the GPUs (on a CPU: processors) that are its own. Files of the model
+    and rows that the host lacks come from the buffer. `turns_of`: the folder of the run whose learner has the
+    generator's GPUs, or processors, by turns (`on_gpus`: it has GPUs).
 
     Heartbeats begin before that, because it and the engine's start take long. When it fails the buffer hears
     why.
@@ -62,10 +66,8 @@ def join_run(
     welcome = client.call(m.JoinRun(generator=name, evaluates=evaluates), m.JoinedRun)
     config = parse_config(welcome.config)
     heart = start_heartbeat(client.open_another(), name, evaluates=evaluates, timeline=timeline)
-    config.generators.gpu_memory_fraction = gpu_memory
-    if turns_of is None:  # its GPUs are its own, whatever the run's other engines have
-        config.placement.mode = PlacementMode.apart
     try:
+        take_host_settings(config, gpu_memory, tensor_parallel, takes_turns=turns_of is not None)
         for warning in compare_versions(config.task.versions):
             log.warning("%s", warning)
         bring_files(config, client, heart.set_activity)
@@ -92,6 +94,21 @@ def join_run(
         client.send_request(m.LeaveRun(generator=name, error=describe_error(error)))
         client.close()
         raise
+
+
+def take_host_settings(
+    config: Config, gpu_memory: float | None, tensor_parallel: int, *, takes_turns: bool
+) -> None:
+    """Puts what this host has set aside for an engine into the run's configuration. Raises ValueError where
+    the run's other settings forbid so many GPUs."""
+    config.generators.gpu_memory_fraction = gpu_memory
+    if not takes_turns:  # its GPUs are its own, whatever the run's other engines have
+        config.placement.mode = PlacementMode.apart
+    if tensor_parallel == config.generators.tensor_parallel:
+        return
+    config.generators = replace(config.generators, tensor_parallel=tensor_parallel, gpus=None)
+    if problems := find_config_problems(config):
+        raise ValueError("\n".join(problems))
 
 
 def open_engine_turns(config: Config, name: str, run: Path, on_gpus: bool) -> EngineTurns:

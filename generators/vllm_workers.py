@@ -83,8 +83,11 @@ class WorkerProcesses(MultiprocExecutor):
             executor = this()
             if executor is None or getattr(executor, "shutting_down", False):
                 return
-            worker = next(worker for worker in workers if worker.proc.sentinel in dead)
-            worker.proc.join()
+            ended = [worker for worker in workers if worker.proc.sentinel in dead]
+            for worker in ended:
+                worker.proc.join()
+            # Others may have ended by now because of one that was killed.
+            worker = min(ended, key=lambda one: (one.proc.exitcode or 0) >= 0)
             # Before the others are killed: what they hold of their GPUs may take long to be freed.
             executor._note_death(worker.rank, worker.proc)
             executor.is_failed = True

@@ -15,6 +15,8 @@ MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Families that `learners.megatron` builds."""
 MEGATRON_ROPES = ("default", "linear", "llama3")
 """Kinds of rotary embeddings that it computes."""
+BIASES = ("attention_bias", "mlp_bias")
+"""Keys of a Hugging Face configuration that say whether matrices have biases, which it lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,8 @@ def _find_megatron_lacks(hf: dict[str, Any]) -> list[str]:
     found = []
     if (activation := hf.get("hidden_act") or "silu") != "silu":
         found.append(f"hidden_act of model.path must be silu, got {activation}")
+    # Qwen2's biases of queries, keys and values have no key.
+    found += [f"{key} of model.path must be false, got true" for key in BIASES if hf.get(key)]
     # Files that transformers before 5 has written say `rope_scaling`, and `type`.
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"

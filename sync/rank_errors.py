@@ -5,6 +5,7 @@ alone, and waits for the rank that has met one in vain. So each rank notes its e
 ends, unless it is rank 0, whose answer says the error itself.
 """
 
+import contextlib
 import logging
 import os
 import time
@@ -35,11 +36,13 @@ class RankError(msgspec.Struct):
     """Its traceback."""
 
     def make_error(self) -> Exception:
-        """Returns the error for the engine's process to raise. A ValueError stays one: its message says all
-        there is to know."""
+        """Returns the error for the engine's process to raise. A ValueError stays one: the console tells its
+        message alone, and the log the traceback too."""
         said = f"rank {self.rank} of the engine (pid {self.pid}) has failed: "
         if self.kind == ValueError.__name__:
-            return ValueError(said + self.message)
+            error = ValueError(said + self.message)
+            error.add_note(self.report)
+            return error
         return RuntimeError(f"{said}{self.kind}: {self.message}\n{self.report}")
 
 
@@ -50,10 +53,13 @@ class RankErrors:
         self._file = (folder / FILE).open("xb+")
 
     def read_first(self) -> RankError | None:
-        """Returns the error that was met first, which may have caused the others."""
+        """Returns the error that was met first, which may have caused the others. A note that was not written
+        whole, because the disk was full, is passed over."""
         self._file.seek(0)
-        line = self._file.readline()
-        return msgspec.json.decode(line, type=RankError) if line.endswith(b"\n") else None
+        for line in self._file.read().splitlines():
+            with contextlib.suppress(msgspec.DecodeError):
+                return msgspec.json.decode(line, type=RankError)
+        return None
 
 
 class ErrorNote(logging.Handler):
@@ -70,8 +76,14 @@ class ErrorNote(logging.Handler):
             return
         report = "".join(traceback.format_exception(error))[-MAX_CHARACTERS:]
         message = str(error)[:MAX_CHARACTERS]
+        # A name of a file may hold what cannot be encoded.
+        message, report = (text.encode(errors="replace").decode() for text in (message, report))
         note = RankError(self._rank, os.getpid(), type(error).__name__, message, report)
-        os.write(self._file, msgspec.json.encode(note) + b"\n")
+        try:
+            # It begins with an end, because the note before it may lack its own.
+            os.write(self._file, b"\n" + msgspec.json.encode(note) + b"\n")
+        except OSError:  # the disk is full: the rank's words in the log must do
+            traceback.print_exception(error)
         if self._rank:
             time.sleep(NOTICED_S)
             os._exit(1)

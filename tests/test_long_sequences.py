@@ -316,3 +316,8 @@ def test_rows_whose_prompts_are_limited_need_room_for_those_and_a_reply() -> Non
             continue
         with pytest.raises(ValueError, match=f"data.max_prompt_tokens .* at most 344,092 .* got {refused}"):
             check_group_size(config, ExpertsShape(48 * 8, 128))
+    # Prompts of a task are measured by nobody.
+    rows[1] = "data.train=[{path: x.jsonl, name: x},{task: sorting, name: sums}]"
+    limits = ["data.max_prompt_tokens=1000", "sampling.max_tokens=20000", "learner.samples_per_prompt=16"]
+    with pytest.raises(ValueError, match="generators.max_model_len must be at most 344,092 .* got 2,097,152"):
+        check_group_size(load_config([*rows, *limits]), ExpertsShape(48 * 8, 128))

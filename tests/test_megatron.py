@@ -1,6 +1,7 @@
 """The Megatron-core engine: the same step as Hugging Face's, whatever it is divided into, and what its parts
 promise."""
 
+import json
 import shutil
 import threading
 from collections.abc import Callable
@@ -487,5 +488,9 @@ def test_what_megatron_cannot_have_is_refused_at_the_start(folder: Path, tmp_pat
     assert find_problems(config, ParallelSizes(), 1) == ["sliding_window of model.path must be none, got 8"]
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SMALL, attention_bias=True)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="attention_bias of model.path must be false, got true"):
+        MegatronEngine(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_bias": False}))
     with pytest.raises(ValueError, match="no parameters but .* got model.layers.0.self_attn.o_proj.bias"):
         MegatronEngine(tmp_path)

@@ -11,9 +11,11 @@ import pytest
 from buffers.client import BufferGone
 from buffers.server import BufferServer
 from configs.load import load_config, to_yaml
+from generators import joining
 from generators.joining import join_run
 from slipstream import own_generators, role_places
 from slipstream.own_generators import OwnGenerators
+from slipstream.role_division import RolePlace
 from slipstream.role_failures import RoleDied, RoleFailed
 from slipstream.role_places import RolePlaces
 from slipstream.roles import GeneratorRole
@@ -27,6 +29,8 @@ class RecordedPlaces:
         self.asked: list[str] = []
         self.lost: list[str] = []
         self.out_of_reach: list[str] = []
+        self.found: list[str] = []
+        self.beside_ranks = False
         self.room = 10
 
     def start_generator(self, name: str) -> Any:
@@ -43,8 +47,11 @@ class RecordedPlaces:
         if len(self.alive) + len(names) > self.room:
             raise ValueError("no room")
 
+    def is_beside_rank(self, name: str) -> bool:
+        return self.beside_ranks
+
     def find_place(self, name: str) -> Any:
-        return SimpleNamespace(beside_rank=False)
+        self.found.append(name)
 
     def find_node(self, name: str) -> str:
         return "host-2"
@@ -63,11 +70,12 @@ class Scene:
     """Own generators over recorded places. `ends` says how a generator has ended: as `run` does, or by an
     error."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *overrides: str, beside_ranks: bool = False) -> None:
         self.ends: dict[str, Any] = {}
         self.said: list[str] = []
         self.now = 1000.0
         self.places = RecordedPlaces()
+        self.places.beside_ranks = beside_ranks
         monkeypatch.setattr(own_generators, "is_ready", lambda name: name in self.ends)
         monkeypatch.setattr(own_generators, "get_result", self.get_result)
         monkeypatch.setattr(own_generators, "time", SimpleNamespace(monotonic=lambda: self.now))
@@ -91,6 +99,20 @@ class Scene:
         """Lets enough time pass that the driver looks at everything."""
         self.now += own_generators.LOOK_EVERY_S + 1.0
         return self.own.collect_ended(is_stopping=False)
+
+
+def test_nobody_waits_for_the_names_of_a_ranks_gpus_before_the_learner_has_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank's process may take minutes to come up, and whoever waits for it is named."""
+    scene = Scene(monkeypatch, "generators.count=1", "eval.generators=1", beside_ranks=True)
+    status: Any = None
+    monkeypatch.setattr(own_generators, "has_learner_begun", lambda status: False)
+    scene.own.start_beside_learner(status)
+    assert scene.places.found == [] and scene.own.waits_for_learner
+    monkeypatch.setattr(own_generators, "has_learner_begun", lambda status: True)
+    scene.own.start_beside_learner(status)
+    assert scene.places.found == ["generator-0", "evaluator-0"] and not scene.own.waits_for_learner
 
 
 def test_an_evaluator_is_replaced_whether_it_was_told_to_leave_or_lost_with_its_host(
@@ -138,6 +160,24 @@ def test_a_generator_that_is_to_leave_is_asked_again_because_ray_may_have_starte
     assert scene.places.asked.count("generator-1") == 3
     scene.now += 60.0
     assert scene.look() == ["generator-1"] and scene.places.alive == ["generator-0"]
+
+
+def test_an_engine_has_the_gpus_that_the_command_which_starts_it_has_set_aside(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A host that joins has other GPUs than the run's own."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(joining, "join_run", lambda *_, **named: given.update(named))
+    role = GeneratorRole.__new__(GeneratorRole)
+    role._is_leaving, role._patience_s, role._run_folder = False, 1.0, tmp_path
+    role._join_run("address", "far-0", 0, None, RolePlace("here", (0, 1), processors=2), False)
+    config = load_config(["generators.gpus=0.5"])
+    joining.take_host_settings(config, None, given["tensor_parallel"], takes_turns=False)
+    assert config.generators.tensor_parallel == 2
+    with pytest.raises(
+        ValueError, match="sync.transport must be .* when generators.tensor_parallel is above 1"
+    ):
+        joining.take_host_settings(load_config(["sync.transport=nccl"]), None, 2, takes_turns=False)
 
 
 def test_a_generator_that_is_started_again_waits_for_the_buffer_as_long_as_those_that_have_joined(

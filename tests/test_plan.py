@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from pages import ROOT, read_blocks
 from public_models import PUBLIC_MODELS
 
-from configs.load import load_config
+from configs.load import load_config, to_yaml
 from configs.parallel import MegatronConfig
 from configs.schema import Config
 from configs.sizes import count_sizes
+from learners.layout_rules import ParallelSizes, find_megatron_problems
 from learners.memory import plan_critic_rank, plan_memory, plan_policy_rank
 from slipstream import plan as command
 from slipstream.plan_hardware import Hardware
@@ -136,6 +137,10 @@ def test_rules_on_a_models_sizes_are_asked_too(say: Callable[..., tuple[int, str
     many = "learner.engine=megatron learner.ranks=128 learner.megatron.pipeline_parallel=128"
     status, said = say("Qwen3-8B", f"{many} --gpus 8 --hosts 16")
     assert status == 1 and "pipeline_parallel must divide the number of layers, got 128 for 36" in said
+    biased = PUBLIC_MODELS["Qwen3-8B"] | {"attention_bias": True}
+    assert find_megatron_problems(ParallelSizes(), biased) == [
+        "attention_bias of model.path must be false, got true"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -339,6 +344,33 @@ def test_generators_that_join_a_run_are_planned_without_a_learner(
     assert "The nearest layout that fits:\n  generators.tensor_parallel=2\n  on 2 GPUs\n" in said
     status, said = say("Llama-3.1-70B", f"{joins} --gpus 8 --gpu-memory 10")
     assert status == 1 and re.search(r"On a GPU an engine needs at least \S+ GiB, and on a host", said)
+
+
+def test_a_run_that_goes_on_keeps_the_engine_that_its_checkpoints_are_of(
+    say: Callable[..., tuple[int, str]], folder: Path, tmp_path: Path
+) -> None:
+    words = "--gpus 8 --hosts 8 --gpu-memory 24 --host-memory 400"
+    status, said = say("Qwen3-32B", words)
+    assert status == 1 and "learner.engine=megatron" in said
+    begun = load_config([*BFLOAT16, f"model.path={folder / 'Qwen3-32B'}", f"run.outputs={tmp_path}"])
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "config.yaml").write_text(to_yaml(begun))
+    for resumed in (
+        f"run.resume={tmp_path / 'begun'}", f"run.resume=auto run.name=begun run.outputs={tmp_path}"
+    ):  # fmt: skip
+        status, said = say("Qwen3-32B", f"{words} {resumed}")
+        assert status == 1 and "does not fit" in said and "learner.engine" not in said
+
+
+def test_generators_that_join_a_run_are_told_no_key_that_is_the_runs(
+    say: Callable[..., tuple[int, str]],
+) -> None:
+    joins = "role=generators buffer.address=tcp://127.0.0.1:5555 generators.count=1 --gpus 8"
+    status, said = say("Llama-3.1-70B", f"{joins} generators.kv_cache_mb=1")
+    assert status == 1 and "generators.kv_cache_mb must be at least" in said
+    assert "generators.kv_cache_mb=" not in said.partition("must be at least")[2]
+    status, said = say("Llama-3.1-70B", f"{joins} --gpu-memory 24 model.dtype=float32")
+    assert status == 1 and "model.dtype" not in said
 
 
 def test_what_fits_no_hosts_says_what_it_needs(say: Callable[..., tuple[int, str]]) -> None:

@@ -9,8 +9,10 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -416,15 +418,63 @@ def test_an_error_of_one_rank_ends_it_and_is_the_engines_error_with_its_text(tmp
         raise caught.value
 
 
+def note_error(note: ErrorNote, error: Exception) -> None:
+    """Notes an error as vLLM's loop in a rank logs it."""
+    try:
+        raise error
+    except Exception:
+        note.emit(logging.makeLogRecord({"exc_info": sys.exc_info()}))
+
+
+def test_a_ranks_value_error_is_told_in_a_sentence_and_keeps_its_traceback_for_the_log(
+    tmp_path: Path,
+) -> None:
+    errors = RankErrors(tmp_path)
+    note_error(ErrorNote(tmp_path, 0), ValueError("not enough values to unpack"))
+    assert (first := errors.read_first()) is not None
+    error = first.make_error()
+    assert isinstance(error, ValueError) and str(error).endswith("has failed: not enough values to unpack")
+    assert "in note_error" in "".join(traceback.format_exception(error))
+
+
+def test_an_error_that_cannot_be_noted_whole_hides_no_other_and_does_not_keep_rank_0_from_answering(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    errors, note = RankErrors(tmp_path), ErrorNote(tmp_path, 0)
+    file = os.dup(note._file)
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, note._file)
+    note_error(note, RuntimeError("no room for this one"))
+    assert errors.read_first() is None and "no room for this one" in capfd.readouterr().err
+    os.dup2(file, note._file)
+    os.write(note._file, b'{"rank":1,"pid":')  # so much of a note had room
+    note_error(note, FileNotFoundError("model-\udcff.json"))
+    assert (first := errors.read_first()) is not None
+    assert str(first.make_error()).splitlines()[0].endswith("FileNotFoundError: model-?.json")
+    for one in (file, full, note._file):
+        os.close(one)
+
+
+def test_the_rank_that_was_killed_is_named_although_others_have_ended_before_the_engine_looks(
+    tmp_path: Path,
+) -> None:
+    """An engine whose host stood still for a moment finds them all dead at once."""
+    executor, (first, second) = make_idle_ranks(tmp_path, (failing_rank.fail_in_loop, (1, "closed by peer")))
+    second.join(60)
+    first.kill()
+    first.join(60)
+    assert [first.exitcode, second.exitcode] == [-signal.SIGKILL, 1]
+    executor.workers.reverse()
+    executor.start_worker_monitor()
+    with pytest.raises(EngineDied, match="rank 0 of the engine .* has died: killed by SIGKILL"):
+        executor.collective_rpc("answer")
+
+
 def test_a_rank_that_others_killed_is_the_cause_of_the_errors_that_its_siblings_meet(
     idle_ranks: tuple[Any, list[Any]],
 ) -> None:
     executor, (_, second) = idle_ranks
-    try:
-        raise ConnectionError("closed by peer")
-    except ConnectionError as error:
-        record = logging.makeLogRecord({"exc_info": (type(error), error, None)})
-        ErrorNote(executor._names.folder, 0).emit(record)
+    note_error(ErrorNote(executor._names.folder, 0), ConnectionError("closed by peer"))
     executor.start_worker_monitor()
     second.kill()
     with pytest.raises(EngineDied, match="rank 1 of the engine .* has died: killed by SIGKILL"):

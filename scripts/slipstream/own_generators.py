@@ -91,7 +91,8 @@ class OwnGenerators:
             evaluates = number >= self._config.generators.count
             (self.evaluating if evaluates else self.training).append(name)
             start = partial(self._start, name, actor, evaluates)
-            if self._places.find_place(name).beside_rank:
+            # Ranks name their GPUs once their processes are there, which may take long.
+            if self._places.is_beside_rank(name):
                 self._starts_after_learner.append(start)
             else:
                 start()

@@ -20,6 +20,7 @@ from configs.load import find_resumed_folder, load_config, load_resumed_config
 from configs.placement import PlacementMode
 from configs.schema import Config
 from configs.sizes import count_sizes, find_config_file, read_model_config
+from slipstream.continuation import AlreadyFinished, continue_run
 from slipstream.plan_hardware import add_arguments, read_hardware, read_rates
 from slipstream.plan_layout import PlannedModel, plan_run
 from slipstream.plan_report import print_plan, print_proposal
@@ -39,6 +40,9 @@ def main(arguments: Sequence[str]) -> int:
                 "--hosts must be 1 with placement.mode=colocated (learner and engines are on one host), "
                 f"got {told.hosts}"
             )
+    except AlreadyFinished as finished:
+        print(finished)
+        return 0
     except (ValueError, OSError) as error:
         print(f"No plan can be made:\n{error}", file=sys.stderr)
         return 2
@@ -72,7 +76,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def load_planned_config(overrides: list[str]) -> Config:
-    """Loads the configuration of a run, or of one that is resumed. Raises ValueError."""
+    """Loads the configuration of a run, or of one that is resumed. Raises ValueError, and AlreadyFinished."""
+    overrides = continue_run(overrides)
     resumed = find_resumed_folder(overrides)
     config = load_config(overrides) if resumed is None else load_resumed_config(resumed, overrides)
     if config.learner.engine is LearnerKind.simulated or config.generators.engine is EngineKind.simulated:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from configs.model import Dtype
 from configs.placement import PlacementMode
-from configs.schema import Config
+from configs.schema import Config, Role
 from learners.memory import format_bytes
 from slipstream.plan_hardware import Hardware, Rates
 from slipstream.plan_layout import SHARED, PlannedModel, RoleNeeds, RunPlan
@@ -68,8 +68,9 @@ def print_proposal(config: Config, model: PlannedModel, hardware: Hardware) -> N
 
 
 def _propose_half(config: Config, model: PlannedModel, hardware: Hardware) -> Proposal | None:
-    """Returns the nearest layout in bfloat16, where the one at hand is in float32."""
-    if config.model.dtype is not Dtype.float32:
+    """Returns the nearest layout in bfloat16, where the one at hand is in float32. Generators that join a run
+    have its dtype."""
+    if config.model.dtype is not Dtype.float32 or config.role is not Role.all:
         return None
     half = apply_changes(config, {"model.dtype": Dtype.bfloat16})
     proposal = propose_layout(half, model, hardware)

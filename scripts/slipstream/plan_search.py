@@ -284,6 +284,8 @@ def list_engine_changes(config: Config, model: PlannedModel) -> Iterator[Candida
         counts.append(counts[-1] // 2)
     least_mb = [count_least_kv_mb(config, model.sizes, on_gpu=on_gpu) for on_gpu in (True, False)]
     caches = list(dict.fromkeys([generators.kv_cache_mb, None, *least_mb]))
+    if config.role is not Role.all:  # it is the run's
+        caches = caches[:1]
     tensors = sorted(
         {generators.tensor_parallel, *PARALLEL}, key=lambda one: (one < generators.tensor_parallel, one)
     )
@@ -313,6 +315,8 @@ def list_learner_changes(config: Config, model: PlannedModel, hardware: Hardware
         tokens.append(tokens[-1] // 2)
     checkpointing = [True] if learner.activation_checkpointing else [False, True]
     layouts = [*_list_fsdp_layouts(config), *_list_megatron_layouts(config, model, hardware)]
+    if config.run.resume is not None:  # its checkpoints are this engine's
+        layouts = [layout for layout in layouts if layout["learner.engine"] is learner.engine]
     for (order, budget), checkpoints, layout, (ranks, own) in itertools.product(
         enumerate(tokens), checkpointing, layouts, _list_ranks_of_both(config, hardware)
     ):

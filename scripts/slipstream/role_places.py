@@ -176,6 +176,10 @@ class RolePlaces:
         self._generators[name] = actor
         return actor
 
+    def is_beside_rank(self, name: str) -> bool:
+        """True for an engine on a GPU of a rank."""
+        return self._seats[name].place.beside_rank
+
     def find_place(self, name: str) -> RolePlace:
         """Returns the place of an engine. Raises RoleFailed where a rank whose GPU it shares does not name
         it, and Interrupted."""

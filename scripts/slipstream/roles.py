@@ -199,6 +199,7 @@ class GeneratorRole(RoleProcess):
             patience_s=self._patience_s,
             turns_of=self._run_folder if place.takes_turns else None,
             on_gpus=bool(place.gpus),
+            tensor_parallel=place.processors,
             timeline=Timeline(self._run_folder, name),
         )
         self._joins = False
