@@ -190,9 +190,9 @@ def share_folder(world: World, folder: Path, model: Path) -> dict[str, object]:
     for version in range(4):
         parts = [] if rank == 2 else split_model(make_model(version), rank, 2)
         publication.begin_version(version, lambda parts=parts: parts)  # type: ignore[misc]
-        manifest = publication.take_complete(wait=True)
+        manifest = publication.finish_version()
         assert manifest is not None
-        own = publication.announce(manifest).encode() if rank == 0 else b""
+        own = publisher.announce_version(manifest).encode() if publisher is not None else b""
         announced = parse_announcement(world.gather_messages(own)[0].decode())
         if rank == 2:
             snapshot = end.bring_version(announced)
@@ -227,11 +227,12 @@ def publish_megatron(world: World, addresses: list[str], model: Path, layout: st
     engine = MegatronEngine(model, bucket_bytes=1 << 11, **{layout: 2})  # type: ignore[arg-type]
     folder = shared_memory_folder("parts")
     server = SnapshotServer(folder, f"tcp://{addresses[world.rank]}:0")
-    publication = Publication(world, Publisher(folder, "life", ends=[server]), identify_memory())
+    publisher = Publisher(folder, "life", ends=[server])
+    publication = Publication(world, publisher, identify_memory())
     publication.begin_version(0, engine.stream_weights)
-    manifest = publication.take_complete(wait=True)
+    manifest = publication.finish_version()
     assert manifest is not None and publication.is_divided
-    own = publication.announce(manifest).encode() if world.rank == 0 else b""
+    own = publisher.announce_version(manifest).encode() if world.rank == 0 else b""
     announced = parse_announcement(world.gather_messages(own)[0].decode())
     found = gather_weights(engine.stream_weights())
     if world.rank == 1:
