@@ -142,6 +142,16 @@ class Publication:
         """True until `finish_version` has returned the version that was begun last, or raised."""
         return self._under_way is not None
 
+    @property
+    def is_at_work(self) -> bool:
+        """True while the thread has a version to write or to announce."""
+        return self._under_way is not None and not self._under_way.done()
+
+    @property
+    def num_written(self) -> int:
+        """Bytes that this rank has written so far, over all versions."""
+        return 0 if self._rows is None else self._rows.num_done
+
     def check_alive(self) -> None:
         """Raises the error that the publication under way has ended with on this rank, and RuntimeError, with
         the traceback, when a thread that serves weights here has died."""
