@@ -327,6 +327,9 @@ class Publication:
                 version=manifest.version, manifest_locator=self.publisher.announce_version(manifest)
             )
             with self._timeline.span(Track.publication, f"announcing version {manifest.version}"):
+                # A buffer that was started again must know the connection for one of this life of the
+                # learner before: an announcement that comes when this life is over is refused by that.
+                self._buffer.call(m.LocateJournal(), m.JournalLocation)
                 reply = self._buffer.call(request, m.PublishedVersion)
             self._needed_versions = frozenset(reply.needed_versions)
         return b""
