@@ -22,6 +22,8 @@ LARGEST_OFFSET = 2**31 - 1
 """Largest offset of a list, of 32 bits. The experts of a large step outgrow it."""
 PATIENCE_S = 30.0
 """Seconds that one request to the buffer may stay open before it is sent again and the log names the wait."""
+LOOK_S = 1.0
+"""The same for a rank that has work beside the wait, of which it tells each time."""
 
 
 class FeedSource(Protocol):
@@ -53,12 +55,14 @@ class Feed:
         world: World,
         log: Callable[[str], None],
         host: str = "",
+        is_at_work: Callable[[], bool] = lambda: False,
     ) -> None:
         """Collective. `host` is a name that the ranks of one host have in common; empty: see `identify_host`.
 
-        `log` is called every now and then while there is no batch, with what is waited for.
+        `log` is called every now and then while there is no batch, with what is waited for; once a second
+        while `is_at_work`: the rank has work beside the wait.
         """
-        self._source, self._world, self._log = source, world, log
+        self._source, self._world, self._log, self._is_at_work = source, world, log, is_at_work
         self._host = host or identify_host()
         hosts = [message.decode() for message in world.gather_messages(self._host.encode())]
         self._fetches = hosts.index(self._host) == world.rank
@@ -131,9 +135,12 @@ class Feed:
         return msgspec.json.decode(reason, type=str | None)
 
     def _ask_buffer(self, step: int) -> TakenBatch | m.RunStopped:
-        while isinstance(taken := self._source.take_batch(step, PATIENCE_S), m.NotReadyYet):
+        while isinstance(taken := self._source.take_batch(step, self._choose_patience_s()), m.NotReadyYet):
             self._log(f"waiting: {taken.waiting_for}")
         return taken
+
+    def _choose_patience_s(self) -> float:
+        return LOOK_S if self._is_at_work() else PATIENCE_S
 
 
 def _write_to_memory(table: pa.Table) -> int:

@@ -94,7 +94,7 @@ class Learner:
         self._world, self._meter = world or World(), meter or MemoryMeter(cuda=False)
         self._turns = turns or OwnGpu()
         self._turns.hand_over(trainer.models)
-        self._feed = Feed(source, self._world, self._log_wait)
+        self._feed = Feed(source, self._world, self._log_wait, is_at_work=self._is_publishing)
         self._writer = checkpoint.CheckpointWriter(
             folder / "checkpoints", config.learner.keep_checkpoints, writers or World(), timeline
         )
@@ -107,6 +107,8 @@ class Learner:
         self._probe_metrics: dict[str, float] = {}
         """Figures of the newest probe, until the next step reports them."""
         self._began, self._say, self._activity = time.monotonic(), say, ""
+        self._num_written = 0
+        """Bytes that the publication had written when a wait told of it last."""
         trainer.report_progress = self._get_on_with_step
         trainer.watch = self._watch = ParityWatch(config) if probes else None
 
@@ -242,15 +244,24 @@ class Learner:
             self._source.call(report, m.Acknowledged)
 
     def _log_wait(self, waiting_for: str) -> None:
-        """Logs what a rank waits for, now and then while it waits. Raises an error of the server that serves
-        the weights.
+        """Logs what a rank waits for, now and then while it waits. Raises an error of the publication, or of
+        the server that serves the weights.
 
         Without that server no generator gets the version held, so the batch that the rank waits for would
-        never come.
+        never come. Before the version is announced it may not come either: then the rank does not wait, it
+        writes, and the watchdog waits for it as long as it gets on.
         """
-        log.info(waiting_for)
         if self._publication is not None:
             self._publication.check_alive()
+        if self._publication is None or not self._publication.is_at_work:
+            self._repeat_activity()
+            log.info(waiting_for)
+        elif (written := self._publication.num_written) != self._num_written:
+            self._num_written = written
+            self._say("writing the newest version")
+
+    def _is_publishing(self) -> bool:
+        return self._publication is not None and self._publication.is_at_work
 
     def _wait_for_evaluation(self) -> None:
         """Waits until the buffer has the evaluation of the last version, which is announced.

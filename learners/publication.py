@@ -61,6 +61,8 @@ class RankPlace(msgspec.Struct, frozen=True):
     """Name that the ranks of one host have in common (`identify_memory`)."""
     host: str
     """Name of the host, for people."""
+    boot: str
+    """`boot_id` of the host: people may give two hosts one name."""
     address: str
     """Where it serves the host's file; empty: it does not."""
 
@@ -104,7 +106,8 @@ class Publication:
         rank, hears of each version; None: nobody does."""
         self._world, self.publisher, self._buffer = world or World(), publisher, buffer
         self._timeline = timeline or Timeline()
-        own = RankPlace(memory, os.uname().nodename, publisher.address if publisher is not None else "")
+        address = publisher.address if publisher is not None else ""
+        own = RankPlace(memory, os.uname().nodename, boot_id(), address)
         told = self._world.gather_messages(msgspec.json.encode(own))
         places = [msgspec.json.decode(one, type=RankPlace) for one in told]
         memories = list(dict.fromkeys(place.memory for place in places))
@@ -114,7 +117,8 @@ class Publication:
         """By host, its first rank."""
         self._places = places
         own_host = self._hosts[self._world.rank]
-        writers = {place.host for place, host in zip(places, self._hosts, strict=True) if host == own_host}
+        writing = zip(places, self._hosts, strict=True)
+        writers = {(place.host, place.boot) for place, host in writing if host == own_host}
         self._shares_file = len(writers) > 1
         """True where other hosts write to the same file, on a file system of all."""
         self._layout: FileLayout | None = None
@@ -141,6 +145,16 @@ class Publication:
     def is_under_way(self) -> bool:
         """True until `finish_version` has returned the version that was begun last, or raised."""
         return self._under_way is not None
+
+    @property
+    def is_at_work(self) -> bool:
+        """True while the thread has a version to write or to announce."""
+        return self._under_way is not None and not self._under_way.done()
+
+    @property
+    def num_written(self) -> int:
+        """Bytes that this rank has written so far, over all versions."""
+        return 0 if self._rows is None else self._rows.num_done
 
     def check_alive(self) -> None:
         """Raises the error that the publication under way has ended with on this rank, and RuntimeError, with
@@ -313,6 +327,9 @@ class Publication:
                 version=manifest.version, manifest_locator=self.publisher.announce_version(manifest)
             )
             with self._timeline.span(Track.publication, f"announcing version {manifest.version}"):
+                # A buffer that was started again must know the connection for one of this life of the
+                # learner before: an announcement that comes when this life is over is refused by that.
+                self._buffer.call(m.LocateJournal(), m.JournalLocation)
                 reply = self._buffer.call(request, m.PublishedVersion)
             self._needed_versions = frozenset(reply.needed_versions)
         return b""

@@ -201,13 +201,11 @@ class FileLayout:
         `describe_parts`; no sources where a host has the whole file."""
         digest = "0" * 32
         entries = [TensorEntry(form.name, form.dtype, form.shape, digest) for form in self.forms.values()]
-        told = [
-            [SpanDigests(bytes(16 * span.num_chunks), bytes(16)) for span in self.own_spans(rank)]
-            for rank in range(len(hosts))
-        ]
-        parts = self.describe_parts(told, sources, hosts) if sources else None
-        num_parts = 0 if parts is None else len(parts.parts)
-        num_bytes = len(msgspec.json.encode(entries)) + len(msgspec.json.encode(parts)) + REST_BYTES
+        parts = [FilePart(self.room, 0, digest)]
+        parts += [FilePart(self.room + span.end, hosts[span.rank], digest) for span in self.spans]
+        held = FileParts(tuple(sources), tuple(parts)) if sources else None
+        num_parts = len(parts) if sources else 0
+        num_bytes = len(msgspec.json.encode(entries)) + len(msgspec.json.encode(held)) + REST_BYTES
         if num_bytes > MAX_MANIFEST_BYTES or max(len(entries), num_parts) > MAX_ENTRIES:
             longest = max(self.forms.values(), key=lambda form: len(msgspec.json.encode(form)))
             raise ValueError(

@@ -449,6 +449,44 @@ def test_a_version_is_announced_beside_a_step_in_one_piece_and_while_the_learner
     assert [float(weights[0]) for weights in buffer.weights] == [0, 1, 2, 3], "as when they were copied"
 
 
+class PatientBuffer(RecordingBuffer):
+    """A buffer that has each batch when its version is announced, and the learner says that it waits."""
+
+    def __init__(self, rows: list[Trajectory]) -> None:
+        table = pa.Table.from_batches([to_batch(rows)])
+        super().__init__(TakenBatch(0, [row.group for row in rows], [], table), ready=False)
+        self.said, self.is_writing = list[str](), threading.Event()
+
+    def say(self, activity: str) -> None:
+        self.said.append(activity)
+        if activity == "writing the newest version":
+            self.is_writing.set()
+
+    def take_batch(self, step: int, wait_s: float) -> TakenBatch | m.NotReadyYet:
+        is_there = self.wait_for(step, 0.01) and self.said[-1].startswith("waiting")
+        return self.batch if is_there else m.NotReadyYet(waiting_for="a version")
+
+
+def test_a_learner_without_a_batch_is_at_work_while_its_version_is_written(
+    tmp_path: Path, trajectories: list[Trajectory]
+) -> None:
+    buffer = PatientBuffer(trajectories)
+    publication = Publication(publisher=Publisher(tmp_path / "w", "life"), buffer=buffer)
+    write = publication._write_rows
+
+    def write_slowly(path: Path, rests: dict[int, bytes]) -> bytes:
+        digests = write(path, rests)
+        assert buffer.is_writing.wait(10.0), "the watchdog would end the run"
+        buffer.is_writing.clear()
+        return digests
+
+    publication._write_rows = write_slowly  # type: ignore[method-assign]
+    config, trainer = load_config(["run.steps=2", "eval.prompts=0"]), cast(Any, WaitingTrainer(buffer))
+    learner = Learner(config, tmp_path, cast(Any, buffer), trainer, publication, say=buffer.say)
+    learner.run()
+    assert buffer.versions == [0, 1, 2] and buffer.events == ["step 0", "step 1"]
+
+
 def test_a_version_that_is_evaluated_later_stays(tmp_path: Path, trajectories: list[Trajectory]) -> None:
     run_learner(tmp_path, trajectories, ready=True)
     assert not (tmp_path / "w").exists()

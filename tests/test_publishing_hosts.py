@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -217,6 +218,21 @@ def test_hosts_that_share_a_folder_write_exactly_their_bytes_and_over_no_file_th
         assert len(told["opened"]) == 4 and all(flags & os.O_DSYNC for flags in told["opened"])
     assert ".spare" not in found[0]["kept"] and found[0]["kept"].count(".safetensors") == 2
     assert (shared / "model.safetensors").exists()
+
+
+def find_sharing(world: World) -> list[bool]:
+    """Returns whether the ranks know that they share a file, on one host and on two of the same name."""
+    found = []
+    for boots in (("here", "here"), ("here", "there")):
+        with patch("learners.publication.boot_id", lambda boots=boots: boots[world.rank]):
+            publication = Publication(world, None, "shared")
+        found.append(publication._shares_file)
+        publication.close()
+    return found
+
+
+def test_two_hosts_that_have_one_name_share_a_file_all_the_same(tmp_path: Path) -> None:
+    assert on_ranks(2, find_sharing, tmp_path) == [[False, True]] * 2
 
 
 # ---- Megatron's ranks

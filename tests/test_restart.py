@@ -19,12 +19,14 @@ from runs import SIMULATED, StartedRun, assert_accounts_close, is_alive
 from safetensors.torch import load_file
 from scripted import ScriptedRole
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_publication import publish
 
 from buffers import messages as m
 from buffers.client import BufferClient, RefusedByBuffer
 from buffers.run_status import GeneratorReport
 from configs.load import load_config
 from learners import checkpoint
+from learners.publication import Publication
 from learners.startup import open_announcements
 from slipstream.cluster import run_cluster
 from slipstream.nursery import FOLDER, Stage, run_nursery
@@ -32,6 +34,7 @@ from slipstream.role_failures import RoleFailed
 from slipstream.role_logs import read_log_end
 from slipstream.stop_signals import StopSignals
 from slipstream.supervisor import LearnerRanks, LostRank
+from sync.publisher import Publisher
 
 SYNCHRONOUS = [
     "mode=on_policy", "learner.ranks=2", "generators.count=1", "learner.groups_per_step=8",
@@ -273,6 +276,31 @@ def test_what_a_dead_learner_has_sent_does_not_reach_the_life_after_it(harness: 
     )
     learner.close()
     driver.close()
+
+
+def test_a_dead_learners_announcement_is_late_for_a_buffer_that_was_started_again_too(
+    harness: BufferHarness, tmp_path: Path
+) -> None:
+    announcer = open_announcements(harness.client)
+    publication = Publication(publisher=Publisher(tmp_path / "w", "life"), buffer=announcer)
+    publish(publication, 0, {"w": torch.zeros(3)})
+    harness.server.stop()
+    harness.thread.join()
+    settings = [*SMALL_RUN, "eval.prompts=2", f"buffer.address={harness.server.address}"]
+    restarted = BufferHarness(load_config(settings), tmp_path / "journal")
+    call = announcer.call
+
+    def call_late(request: m.Request, expect: type[Any]) -> Any:
+        if isinstance(request, m.PublishVersion):
+            restarted.client.call(m.RewindToStep(step=0), m.Acknowledged)
+        return call(request, expect)
+
+    announcer.call = call_late  # type: ignore[method-assign]
+    with pytest.raises(RefusedByBuffer, match="PublishVersion of a life before the rewind"):
+        publish(publication, 1, {"w": torch.zeros(3)})
+    assert restarted.status().version == -1
+    publication.close()
+    restarted.close()
 
 
 def test_evaluations_of_a_version_that_was_undone_are_asked_again_and_stay_off_the_ledger(
