@@ -1,10 +1,13 @@
 """The timeline of a run: the roles' files, what is made of them, and what may not happen to a role."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +15,9 @@ from buffers import timeline as t
 from buffers.timeline import TimedSpan, Timeline, Track, make_span, read_spans
 from configs.disk import DiskFull
 from slipstream import timeline
-from slipstream.node_agents import NodeAgent
+from slipstream.cluster_nodes import ClusterNode, NodeRoom
+from slipstream.node_agents import NodeAgent, NodeAgents
+from slipstream.role_failures import RoleFailed
 from slipstream.timeline_picture import MAX_OTHERS, choose_rows, find_window
 
 ROLE_THAT_IS_KILLED = """
@@ -185,6 +190,39 @@ def test_a_run_of_many_roles_is_drawn_and_roles_on_other_hosts_count_once(
     with pytest.raises(SystemExit):
         timeline.main([str(tmp_path)])
     assert "the run must be a folder in which roles have a timeline/" in capsys.readouterr().err
+
+
+class NodesWithDisks(NodeAgents):
+    """Nodes that have the run's folder at a place of their own; a node without one does not answer."""
+
+    def __init__(self, folders: dict[str, Path | None]) -> None:
+        self._folders = folders
+        self.nodes = {
+            name: ClusterNode(name, "10.0.0.1", f"host-{name}", NodeRoom(name, 4)) for name in folders
+        }
+
+    def ask_others(self, method: Any, run: Path, *arguments: Any) -> Iterator[tuple[str, Any]]:
+        for name, folder in self._folders.items():
+            lost = RoleFailed(f"{name} does not answer")
+            yield name, lost if folder is None else method(NodeAgent(sweeps=False), folder, *arguments)
+
+
+def test_the_driver_brings_timelines_from_nodes_that_do_not_share_its_folder(tmp_path: Path) -> None:
+    own, other = tmp_path / "run", tmp_path / "other"
+    for folder, role in ((own, "learner-0"), (own, "generator-0"), (other, "generator-1")):
+        writer = Timeline(folder, role)
+        with writer.span(Track.weights, "loading version 3"):
+            pass
+        writer.close()
+    (line,) = NodesWithDisks({"a": own, "b": other, "c": None}).bring_timelines(own)
+    assert line.startswith("the timeline lacks the roles on host-c")
+    assert {str(path.relative_to(own / "timeline")) for path in (own / "timeline").rglob("*")} == {
+        "learner-0.json", "generator-0.json", "host-b-10.0.0.1", "host-b-10.0.0.1/generator-1.json"
+    }  # fmt: skip
+    shutil.rmtree(own / "timeline")
+    (own / "timeline").write_text("a file in the place of the folder")
+    lines = NodesWithDisks({"a": own, "b": other}).bring_timelines(own)
+    assert len(lines) == 1, "and the run ends as it would"
 
 
 def test_roles_that_come_and_go_leave_a_long_role_its_room(tmp_path: Path) -> None:
