@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -54,20 +54,24 @@ class Track(StrEnum):
 TRACK_NUMBERS = {track: 1 + number for number, track in enumerate(Track)}
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+"""A number that all readers of JSON have exactly; a file with another is damaged."""
+
+
 class TimedSpan(msgspec.Struct):
     """A span, as a complete event of the format."""
 
     name: str
     cat: Track
-    ts: int
+    ts: Count
     """Microseconds since 1970 at which it began, by the clock of its host."""
-    dur: int
+    dur: Count
     """Microseconds."""
     pid: int = 1
     """Number of the role in its file."""
     tid: int = 1
     """Number of the track."""
-    args: dict[str, int] = {}
+    args: dict[str, Count] = {}
     """Step and version that its name tells."""
     ph: str = "X"
 

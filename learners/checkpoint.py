@@ -109,6 +109,11 @@ class CheckpointWriter:
         self.last_write_s: float | None = None
         """Seconds that the last checkpoint took to be written; None before there is one."""
 
+    @property
+    def is_under_way(self) -> bool:
+        """True while a checkpoint is being written: its copy is in memory."""
+        return self._under_way is not None and not self._under_way.done()
+
     def begin_checkpoint(
         self,
         manifest: CheckpointManifest,

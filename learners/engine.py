@@ -99,7 +99,7 @@ class Engine(Protocol):
     def load_state(self, folder: Path) -> None:
         """Loads a copy that as many ranks wrote, or more, or fewer. A frozen engine loads the model alone.
 
-        Raises what torch raises when it does not fit the model.
+        Raises ValueError when it does not fit the model.
         """
         ...
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -403,8 +404,13 @@ class FsdpEngine:
         return write
 
     def load_state(self, folder: Path) -> None:
-        """Raises as `load_rows`."""
-        load_rows(folder, self._collect_state(), self._readers)
+        """Raises ValueError, on all ranks, when the folder is no whole checkpoint of this model."""
+        try:
+            load_rows(folder, self._collect_state(), self._readers)
+        except CheckpointException as error:
+            # It is no Exception: a role that it ends could not say why.
+            why = next(failure for failure, _ in error.failures.values())
+            raise ValueError(f"{folder} must hold this model and its optimizer, got: {why}") from error
         state = folder / "random" / f"rank_{dist.get_rank()}.safetensors"
         # With more ranks than wrote the checkpoint, a rank without a file keeps its own random state.
         if state.exists():

@@ -292,6 +292,10 @@ class Learner:
         """Copies the state now; a thread writes the copy while training goes on."""
         self._begin_activity(f"copying the checkpoint of step {self.step}, after the one before is written")
         began = time.monotonic()
+        if self._writer.is_under_way:
+            # Two copies would take twice the memory. Engines do not wait for the disk meanwhile.
+            self._turns.end()
+            self._tell_buffer(self._writer.take_written(wait=True, on_progress=self._repeat_activity))
         manifest = checkpoint.CheckpointManifest(
             step=self.step,
             incarnation=self._incarnation,

@@ -357,6 +357,16 @@ def test_a_checkpoint_that_lacks_a_ranks_rows_is_refused_by_name(tmp_path: Path)
         load_rows(tmp_path, loaded, dist.group.WORLD)
 
 
+@pytest.mark.usefixtures("process_group")
+def test_a_checkpoint_of_another_model_is_refused_by_an_error_that_a_role_can_tell(
+    qwen3: Path, tmp_path: Path
+) -> None:
+    engine = FsdpEngine(qwen3)
+    write_rows(tmp_path, 0, copy_own_rows({"model.other": torch.zeros(3)}, 0))
+    with pytest.raises(ValueError, match="must hold this model and its optimizer, got: Missing key"):
+        engine.load_state(tmp_path)
+
+
 def test_the_rows_of_a_checkpoint_are_written_from_where_they_are(tmp_path: Path) -> None:
     copied = copy_own_rows({f"model.{i}": torch.ones(1 << 12, 1 << 10) for i in range(2)}, 0)
 

@@ -487,6 +487,33 @@ def test_a_learner_without_a_batch_is_at_work_while_its_version_is_written(
     assert buffer.versions == [0, 1, 2] and buffer.events == ["step 0", "step 1"]
 
 
+def test_a_checkpoint_is_copied_once_the_one_before_is_written(
+    tmp_path: Path, trajectories: list[Trajectory]
+) -> None:
+    events, is_copied_again = list[str](), threading.Event()
+    table = pa.Table.from_batches([to_batch(trajectories)])
+    buffer = RecordingBuffer(TakenBatch(0, [row.group for row in trajectories], [], table), ready=True)
+    trainer: Any = WaitingTrainer(buffer, hurries=True)
+
+    def copy_state() -> Callable[[Path], list[Path]]:
+        events.append("copied")
+        if len(events) > 1:
+            is_copied_again.set()
+        return write_slowly
+
+    def write_slowly(folder: Path) -> list[Path]:
+        is_copied_again.wait(0.5)
+        is_copied_again.clear()
+        events.append("written")
+        return _write_nothing(folder)
+
+    trainer.models.copy_state = copy_state
+    config = load_config(["run.steps=3", "eval.prompts=0", "learner.checkpoint_every=1"])
+    publication = Publication(publisher=Publisher(tmp_path / "w", "life"), buffer=buffer)
+    Learner(config, tmp_path, cast(Any, buffer), trainer, publication, incarnation="life").run()
+    assert events == ["copied", "written"] * 3, "two copies would take twice the memory"
+
+
 def test_a_version_that_is_evaluated_later_stays(tmp_path: Path, trajectories: list[Trajectory]) -> None:
     run_learner(tmp_path, trajectories, ready=True)
     assert not (tmp_path / "w").exists()

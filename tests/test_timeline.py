@@ -1,17 +1,23 @@
 """The timeline of a run: the roles' files, what is made of them, and what may not happen to a role."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from buffers import timeline as t
 from buffers.timeline import TimedSpan, Timeline, Track, make_span, read_spans
+from configs.disk import DiskFull
 from slipstream import timeline
-from slipstream.node_agents import NodeAgent
+from slipstream.cluster_nodes import ClusterNode, NodeRoom
+from slipstream.node_agents import NodeAgent, NodeAgents
+from slipstream.role_failures import RoleFailed
 from slipstream.timeline_picture import MAX_OTHERS, choose_rows, find_window
 
 ROLE_THAT_IS_KILLED = """
@@ -184,3 +190,93 @@ def test_a_run_of_many_roles_is_drawn_and_roles_on_other_hosts_count_once(
     with pytest.raises(SystemExit):
         timeline.main([str(tmp_path)])
     assert "the run must be a folder in which roles have a timeline/" in capsys.readouterr().err
+
+
+class NodesWithDisks(NodeAgents):
+    """Nodes that have the run's folder at a place of their own; a node without one does not answer."""
+
+    def __init__(self, folders: dict[str, Path | None]) -> None:
+        self._folders = folders
+        self.nodes = {
+            name: ClusterNode(name, "10.0.0.1", f"host-{name}", NodeRoom(name, 4)) for name in folders
+        }
+
+    def ask_others(self, method: Any, run: Path, *arguments: Any) -> Iterator[tuple[str, Any]]:
+        for name, folder in self._folders.items():
+            lost = RoleFailed(f"{name} does not answer")
+            yield name, lost if folder is None else method(NodeAgent(sweeps=False), folder, *arguments)
+
+
+def test_the_driver_brings_timelines_from_nodes_that_do_not_share_its_folder(tmp_path: Path) -> None:
+    own, other = tmp_path / "run", tmp_path / "other"
+    for folder, role in ((own, "learner-0"), (own, "generator-0"), (other, "generator-1")):
+        writer = Timeline(folder, role)
+        with writer.span(Track.weights, "loading version 3"):
+            pass
+        writer.close()
+    (line,) = NodesWithDisks({"a": own, "b": other, "c": None}).bring_timelines(own)
+    assert line.startswith("the timeline lacks the roles on host-c")
+    assert {str(path.relative_to(own / "timeline")) for path in (own / "timeline").rglob("*")} == {
+        "learner-0.json", "generator-0.json", "host-b-10.0.0.1", "host-b-10.0.0.1/generator-1.json"
+    }  # fmt: skip
+    shutil.rmtree(own / "timeline")
+    (own / "timeline").write_text("a file in the place of the folder")
+    lines = NodesWithDisks({"a": own, "b": other}).bring_timelines(own)
+    assert len(lines) == 1, "and the run ends as it would"
+
+
+def test_roles_that_come_and_go_leave_a_long_role_its_room(tmp_path: Path) -> None:
+    long = Timeline(tmp_path, "learner-0")
+    for step in range(200):
+        long._write_span(make_span(Track.activity, f"training step {step}", 1000 + step, 1))
+    for number in range(200):
+        Timeline(tmp_path, f"generator-{number}").close()  # it has done nothing
+    sizes = [path.stat().st_size for path in (tmp_path / "timeline").iterdir()]
+    read = timeline.read_timeline(tmp_path, sum(sizes))
+    assert len(read["learner-0"]) == 200, "there is room for all"
+    read = timeline.read_timeline(tmp_path, sum(sizes) - 5000)
+    assert 150 < len(read["learner-0"]) < 200
+    assert read["learner-0"][-1].name == "training step 199"
+
+
+def test_a_picture_appears_whole_or_the_one_before_stays_and_names_are_no_formulas(small_disk: Path) -> None:
+    run = small_disk / r"a $\frac$ b"
+    for role in ("learner-0", r"gen $\x$"):
+        writer = Timeline(run, role)
+        for span in make_steps(0, 5, 1000.0):
+            writer._write_span(span)
+        writer.close()
+    assert len(timeline.draw_run(run)) == 2
+    before = (run / "timeline.png").read_bytes()
+    more = Timeline(run, "learner-0")
+    more._write_span(make_span(Track.activity, "training step 6", 1019, 2))
+    more.close()
+    ballast = small_disk / "ballast"
+    with pytest.raises(OSError), open(ballast, "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 12))
+    with open(ballast, "r+b") as file:
+        file.truncate(ballast.stat().st_size - len(before) // 2)
+    with pytest.raises((OSError, DiskFull)):
+        timeline.draw_run(run)
+    assert (run / "timeline.png").read_bytes() == before
+    assert "training step 6" in (run / "timeline.json").read_text()
+
+
+def test_spans_that_no_role_has_written_are_passed_over(tmp_path: Path) -> None:
+    writer = Timeline(tmp_path, "learner-0")
+    for span in make_steps(0, 5, 1000.0):
+        writer._write_span(span)
+    writer.close()
+    odd = [
+        f'{{"name":"training step 9","cat":"activity","ts":1,"dur":{10**400}}}',
+        f'{{"name":"training step 9","cat":"activity","ts":{10**30},"dur":1}}',
+        '{"name":"training step 9","cat":"activity","ts":1005000000,"dur":-5}',
+        f'{{"name":"a","cat":"weights","ts":1005000000,"dur":9000000,"args":{{"version":{"9" * 5000}}}}}',
+        '{"name":"training step 9","cat":"activity","ts":1005000000,"dur":5}',
+        '{"name":"announcing","cat":"publication","ts":1005000000,"dur":5}',
+    ]
+    with open(tmp_path / "timeline" / "learner-0.json", "a") as file:
+        file.write("".join(f"{line},\n" for line in odd))
+    assert len(timeline.draw_run(tmp_path)) == 2
+    assert len(timeline.read_timeline(tmp_path)["learner-0"]) == len(make_steps(0, 5, 1000.0)) + 2

@@ -11,12 +11,13 @@ shared memory.
 import contextlib
 import errno
 import os
+import secrets
 import socket
 import stat
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import psutil
 import ray
@@ -122,9 +123,13 @@ class NodeAgent:
     def read_log_end(self, name: str, logs: Path) -> str:
         return read_log_end(name, logs)
 
-    def read_timelines(self, run: Path) -> dict[str, bytes]:
-        """Returns the timelines that roles have written here, by name of the file."""
-        return {path.name: path.read_bytes() for path in (run / TIMELINES).glob("*.json")}
+    def read_timelines(self, run: Path, mark: str | None = None) -> dict[str, bytes]:
+        """Returns the timelines that roles have written here, by name of the file; none where the folder is
+        the driver's own, on a file system that nodes share: the driver's has a file of the name `mark`."""
+        folder = run / TIMELINES
+        if mark is not None and (folder / mark).exists():
+            return {}
+        return {path.name: path.read_bytes() for path in folder.glob("*.json")}
 
     def is_alive(self, pid: int) -> bool:
         try:
@@ -254,10 +259,30 @@ class NodeAgents:
             own: Callable[..., T] = method
             return own(self._here, *arguments)
         ref = getattr(self._agents[node], method.__name__).remote(*arguments)
-        if not wait_for_results([ref], 1, answered_s, self._signals):
-            raise RoleFailed(f"{self.nodes[node]} has not answered within {answered_s:g} s")
+        wait_for_results([ref], 1, answered_s, self._signals)
+        return cast(T, self._read_answer(node, ref, answered_s))
+
+    def ask_others(
+        self, method: Callable[Concatenate[NodeAgent, P], T], *arguments: Any
+    ) -> Iterator[tuple[str, T | RoleFailed]]:
+        """Asks the agents of all nodes but the driver's at the same time. Yields each node's name, and what
+        `ask` would return or raise. Raises Interrupted."""
+        refs = {
+            name: getattr(agent, method.__name__).remote(*arguments) for name, agent in self._agents.items()
+        }
+        wait_for_results(list(refs.values()), len(refs), ANSWERED_S, self._signals)
+        for name in list(refs):
+            try:
+                yield name, cast(T, self._read_answer(name, refs.pop(name), ANSWERED_S))
+            except RoleFailed as error:
+                yield name, error
+
+    def _read_answer(self, node: str, ref: Any, waited_s: float) -> Any:
+        """Returns the result of an agent's method, which had `waited_s` for it. Raises as `ask`."""
+        if not wait_for_results([ref], 1, 0.0, self._signals):
+            raise RoleFailed(f"{self.nodes[node]} has not answered within {waited_s:g} s")
         try:
-            found: T = ray.get(ref)
+            return ray.get(ref)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, ValueError):
                 raise error.cause from None
@@ -265,23 +290,31 @@ class NodeAgents:
             raise RoleFailed(f"{self.nodes[node]}{what}") from None
         except ray.exceptions.RayError as error:
             raise RoleFailed(f"{self.nodes[node]} does not answer: {explain_lost_actor(error)}") from None
-        return found
 
     def bring_timelines(self, run: Path) -> list[str]:
         """Brings the timelines of roles on other nodes into the run's folder, as
-        `timeline/<host>/<role>.json`. Returns a line about each node whose timelines are missing. Raises
-        Interrupted."""
+        `timeline/<host>/<role>.json`: those of nodes that do not share that folder. Returns a line about each
+        node whose timelines are missing. Raises Interrupted."""
         missing = []
-        for name in self._agents:
-            node = self.nodes[name]
-            folder = run / TIMELINES / f"{node.hostname}-{node.address}"
-            try:
-                files = self.ask(name, NodeAgent.read_timelines, run)
-                folder.mkdir(parents=True, exist_ok=True)
-                for file, data in files.items():
-                    replace_file(folder / file, data, sync=False)
-            except (RoleFailed, DiskFull, OSError) as error:
-                missing.append(f"the timeline lacks the roles on {node}: {error}")
+        mark = run / TIMELINES / f".seen_{secrets.token_hex(8)}"
+        with contextlib.suppress(OSError):  # then all nodes count as others
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        try:
+            for name, files in self.ask_others(NodeAgent.read_timelines, run, mark.name):
+                node = self.nodes[name]
+                try:
+                    if isinstance(files, RoleFailed):
+                        raise files
+                    folder = mark.with_name(f"{node.hostname}-{node.address}")
+                    for file, data in files.items():
+                        folder.mkdir(parents=True, exist_ok=True)
+                        replace_file(folder / file, data, sync=False)
+                except (RoleFailed, DiskFull, OSError) as error:
+                    missing.append(f"the timeline lacks the roles on {node}: {error}")
+        finally:
+            with contextlib.suppress(OSError):
+                mark.unlink()
         return missing
 
     def wait_until_gone(self, processes: Sequence[tuple[str, int]], limit_s: float) -> None:

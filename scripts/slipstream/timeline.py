@@ -8,6 +8,7 @@ lives of the run. Clocks of hosts differ, and a span has the time of its own hos
 """
 
 import argparse
+import contextlib
 import re
 import sys
 from pathlib import Path
@@ -33,11 +34,17 @@ def read_timeline(run: Path, max_bytes: int = MAX_BYTES) -> RoleSpans:
 
     A role may have several files: older ones, and those that were brought from other hosts.
     """
-    paths = sorted((run / FOLDER).rglob("*.json"))
+    sizes = {}
+    for path in sorted((run / FOLDER).rglob("*.json")):
+        with contextlib.suppress(FileNotFoundError):  # a role has begun a new file meanwhile
+            sizes[path] = path.stat().st_size
     found: dict[str, dict[tuple[int, str, str], TimedSpan]] = {}
-    for path in paths:
+    # Small ones first: what they leave of their share is for the others.
+    for number, path in enumerate(sorted(sizes, key=sizes.__getitem__)):
+        share = min(sizes[path], max_bytes // (len(sizes) - number))
+        max_bytes -= share
         role = found.setdefault(path.stem.removesuffix(OLDER), {})
-        for span in read_spans(path, max_bytes // len(paths)):
+        for span in read_spans(path, share):
             role[span.ts, span.cat, span.name] = span
     return {
         role: sorted(found[role].values(), key=lambda span: span.ts)
@@ -72,8 +79,10 @@ def draw_run(run: Path, num_steps: int = NUM_STEPS) -> list[Path]:
     roles = read_timeline(run)
     if not any(roles.values()):
         return []
+    # First, because it needs no library that may fail.
+    written = write_timeline(run, roles)
     picture = draw_timeline(run, roles, num_steps)
-    return [write_timeline(run, roles), *([] if picture is None else [picture])]
+    return [written, *([] if picture is None else [picture])]
 
 
 def main(arguments: list[str]) -> int:

@@ -1,10 +1,12 @@
 """The picture of a run's newest steps: what each role does when, and when each version arrives."""
 
+import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from buffers.files import replace_file
 from buffers.timeline import TimedSpan, Track
 
 MAX_RANKS, MAX_OTHERS = 2, 6
@@ -63,7 +65,8 @@ def find_window(spans: Sequence[TimedSpan], num_steps: int) -> Window | None:
     own = [span for span in spans if span.cat is Track.activity]
     born = max((number for number, span in enumerate(own) if span.name.startswith("loading")), default=0)
     life = own[born:]
-    trained = [span for span in life if re.fullmatch(r"training step \d+", span.name)][-num_steps:]
+    is_step = re.compile(r"training step \d+").fullmatch
+    trained = [span for span in life if is_step(span.name) and "step" in span.args][-num_steps:]
     if not trained:
         return None
     first, last = trained[0], trained[-1]
@@ -76,7 +79,8 @@ def find_window(spans: Sequence[TimedSpan], num_steps: int) -> Window | None:
 
 def draw_timeline(run: Path, roles: dict[str, list[TimedSpan]], num_steps: int) -> Path | None:
     """Draws the newest steps of the first rank, and what the other roles did meanwhile. Returns the picture;
-    None where no step was trained. Raises OSError when it cannot be written."""
+    None where no step was trained. The picture before stays until this one is whole. Raises OSError,
+    DiskFull when it cannot be written."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -96,12 +100,14 @@ def draw_timeline(run: Path, roles: dict[str, list[TimedSpan]], num_steps: int) 
     axis.set_xlim(0, (window.end - window.begin) / 1e6)
     axis.set_ylim(len(rows) - 0.5, -1.1)
     axis.set_xlabel("seconds" + (f"; {num_left_out} more roles are in timeline.json" if num_left_out else ""))
-    axis.set_title(f"{run.resolve().name}: steps {window.steps[0]} to {window.steps[-1]}", loc="left", pad=12)
+    title = f"{run.resolve().name}: steps {window.steps[0]} to {window.steps[-1]}"
+    axis.set_title(title, loc="left", pad=12, parse_math=False)
     patches = [Patch(color=kind.color, label=kind.label) for kind in [*KINDS, OTHER] if kind in seen]
     figure.legend(handles=patches, loc="lower center", ncol=6, frameon=False, fontsize=9)
     figure.tight_layout(rect=(0, 0.6 / figure.get_figheight(), 1, 1))
-    path = run / "timeline.png"
-    figure.savefig(path, dpi=110)
+    path, drawn = run / "timeline.png", io.BytesIO()
+    figure.savefig(drawn, dpi=110)
+    replace_file(path, drawn.getbuffer(), sync=False)
     return path
 
 
@@ -160,7 +166,7 @@ def _mark_announcements(axis: Any, roles: dict[str, list[TimedSpan]], window: Wi
     whole, free_from = (window.end - window.begin) / 1e6, float("-inf")
     for spans in roles.values():
         for span in _list_seen(spans, Track.publication, window):
-            if not span.name.startswith("announcing"):
+            if not span.name.startswith("announcing") or "version" not in span.args:
                 continue
             at = (span.ts + span.dur - window.begin) / 1e6
             axis.axvline(at, color="#555555", linewidth=0.8, linestyle=":", zorder=0.5)
@@ -172,7 +178,7 @@ def _mark_announcements(axis: Any, roles: dict[str, list[TimedSpan]], window: Wi
 
 def _name_rows(axis: Any, rows: Sequence[tuple[str, Track]]) -> None:
     names = [role if track is Track.activity else track for role, track in rows]
-    axis.set_yticks([ANNOUNCED, *range(len(rows))], ["announced", *names])
+    axis.set_yticks([ANNOUNCED, *range(len(rows))], ["announced", *names], parse_math=False)
     for label, (_, track) in zip(axis.get_yticklabels()[1:], rows, strict=True):
         label.set_fontweight("bold" if track is Track.activity else "normal")
     for place, (_, track) in enumerate(rows):
