@@ -178,14 +178,23 @@ class BufferClient:
             show_key(self._socket, Path(keys), role)
         self._broken_since: float | None = None
         self._broken_at = float("-inf")
-        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(
-            CONNECTED | KEY_REFUSED | HANDSHAKE_BROKEN | NOBODY_LISTENS
-        )
+        self._monitor = self._open_monitor()
         self._socket.connect(address)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
         self._wake_up: WakeUp | None = None
+
+    def _open_monitor(self) -> zmq.Socket[bytes]:
+        """As `get_monitor_socket`, without a bound: nobody reads the events of an idle client, and ZeroMQ's
+        thread, which serves all sockets of the process, would wait for room for those of a buffer that is
+        away for minutes."""
+        place = f"inproc://monitor.s-{self._socket.FD}"
+        self._socket.monitor(place, CONNECTED | KEY_REFUSED | HANDSHAKE_BROKEN | NOBODY_LISTENS)
+        monitor: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        monitor.setsockopt(zmq.RCVHWM, 0)
+        monitor.connect(place)
+        return monitor
 
     def open_another(self) -> "BufferClient":
         """Opens a client of the same buffer, for another thread."""

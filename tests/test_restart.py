@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+import zmq
 from buffer_harness import SMALL_RUN, BufferHarness
 from runs import SIMULATED, StartedRun, assert_accounts_close, is_alive
 from safetensors.torch import load_file
@@ -301,6 +302,18 @@ def test_a_dead_learners_announcement_is_late_for_a_buffer_that_was_started_agai
     assert restarted.status().version == -1
     publication.close()
     restarted.close()
+
+
+def test_an_idle_client_of_a_buffer_that_is_away_for_long_holds_up_no_other_client(
+    harness: BufferHarness,
+) -> None:
+    idle = BufferClient("tcp://127.0.0.1:9")  # nobody listens there
+    idle._socket.disconnect(idle.address)
+    idle._socket.setsockopt(zmq.RECONNECT_IVL, 1)
+    idle._socket.connect(idle.address)
+    time.sleep(4.0)  # a few thousand tries
+    assert harness.client.call(m.WatchRun(after=0, wait_s=0.0), m.RunNews).status.version == -1
+    idle.close()
 
 
 def test_evaluations_of_a_version_that_was_undone_are_asked_again_and_stay_off_the_ledger(
